@@ -1,9 +1,9 @@
-"""A language model written by hand, where `cgcompile build FOLDER` is not enough: weights of eight bits, other sizes of the cache.
+"""A language model with settings that `cgcompile build FOLDER` does not have: 8-bit weights for a GPU, other sizes of the cache.
 
     CAUSAL_LM=~/models/Qwen3-0.6B cgcompile build examples/causal_lm.py --sizes prefill:batch=1 --sizes prefill:seq=128 \\
         --sizes decode:batch=1,8 --sizes choose:batch=1,8 --sizes generate:batch=1,8 --sizes blocks=64
 
-`prefill`, `decode`, `choose` and `generate` are explained in cgcompile/language_models/causal_lm.py; `cgcompile serve` calls them.
+cgcompile/language_models/causal_lm.py explains `prefill`, `decode`, `choose` and `generate`; `cgcompile serve` calls them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PAGES, SLOTS, TURNS = 1025, 9, 32
 
 
 def model() -> torch.nn.Module:
-    """The model with a cache of PAGES pages of 16 tokens, of which page 0 is nobody's, and slots for SLOTS - 1 texts."""
+    """Returns the model with a cache of PAGES pages of 16 tokens (page 0 is never used), and slots for SLOTS - 1 texts."""
     return CausalLM(int8_weights(folder_network(FOLDER, torch.bfloat16)), PAGES, SLOTS, TURNS).eval()
 
 
 def entries() -> dict[str, Callable[..., tuple[object, ...]]]:
-    """The methods that are called, and what makes their inputs."""
+    """Returns the methods to call, and the functions that make their inputs."""
     return ExampleInputs(config=folder_configuration(FOLDER), pages=PAGES, slots=SLOTS, turns=TURNS).entries()

@@ -1,10 +1,10 @@
-"""A GPT decoder that keeps its keys and values in buffers: a prompt goes in once, then one token at a time.
+"""A GPT decoder that keeps keys and values in buffers: it reads a prompt once, then generates one token at a time.
 
     cgcompile build examples/decoder.py --sizes batch=1,8 --sizes prefill:seq=64 -o decoder.cgb
     python examples/generate.py decoder.cgb --batch 8 --tokens 200
 
-The bundle has two entries, `prefill` and `decode`, over one set of weights and one cache.  The buffers become state of a session:
-`generate.py` drives the bundle without torch.
+The bundle has two entries, `prefill` and `decode`, with one set of weights and one cache.  The buffers become state of a session.
+`generate.py` calls the bundle without torch.
 DECODER_DTYPE is float32 (default), bfloat16 or float16; DECODER_LAYERS (12) and DECODER_WIDTH (768, heads of 64) make it smaller.
 """
 
@@ -19,12 +19,12 @@ HEAD = 64
 VOCABULARY = 50257
 ROWS = 8
 PLACES = 288
-"""Tokens that a row's cache holds, prompt and answer together."""
+"""Maximum tokens in a row's cache, prompt and answer together."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Block(nn.Module):
-    """Attention to everything that the row has seen, then a perceptron, each behind a LayerNorm and added to its input."""
+    """Attention to all tokens of the row, then an MLP, each after a LayerNorm and added to its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Block(nn.Module):
         self.register_buffer("values", torch.zeros(ROWS, self.heads, PLACES, HEAD), persistent=False)
 
     def forward(self, x: torch.Tensor, places: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """(batch, seq, width) -> the same shape.  `places`: where in the cache these tokens go, int64 (seq,); `seen`: which places
-        each of them attends to, bool (seq, PLACES)."""
+        """(batch, seq, width) -> the same shape.  `places`: positions of these tokens in the cache, int64 (seq,); `seen`: the
+        positions that each token attends to, bool (seq, PLACES)."""
         batch, tokens, width = x.shape
         query, key, value = self.qkv(self.attention_norm(x)).view(batch, tokens, 3, self.heads, HEAD).unbind(2)
         rows = torch.arange(batch, device=x.device)[:, None]
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         self.register_buffer("length", torch.zeros(1, dtype=torch.int64), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads the tokens behind those that the cache holds."""
+        """Reads tokens that follow those in the cache."""
         places = self.length + torch.arange(ids.shape[1], device=ids.device)
         seen = torch.arange(PLACES, device=ids.device) <= places[:, None]
         x = self.token(ids) + self.place(places)
@@ -80,12 +80,12 @@ class Decoder(nn.Module):
         return self(ids)
 
     def decode(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Goes on by a token for each row, (batch, 1)."""
+        """Continues with a token for each row, (batch, 1)."""
         return self(ids)
 
 
 def model() -> nn.Module:
-    """The network with seeded weights, in eval mode; the same weights in every process."""
+    """Returns the network in eval mode, with the same random weights in every process."""
     name = os.environ.get("DECODER_DTYPE", "float32")
     if name not in DTYPES:
         raise ValueError(f"DECODER_DTYPE: expected one of {', '.join(DTYPES)}, got {name!r}")
@@ -96,15 +96,15 @@ def model() -> nn.Module:
 
 
 def prompts(batch: int, seq: int) -> tuple[torch.Tensor]:
-    """`seq` token ids for `batch` rows."""
+    """Returns `seq` token ids for `batch` rows."""
     return (torch.randint(0, VOCABULARY, (batch, seq)),)
 
 
 def tokens(batch: int) -> tuple[torch.Tensor]:
-    """A token id for each of `batch` rows."""
+    """Returns a token id for each of `batch` rows."""
     return prompts(batch, 1)
 
 
 def entries() -> dict[str, Callable[..., tuple[torch.Tensor]]]:
-    """The methods that are called, and what makes their inputs."""
+    """Returns the methods to call, and the functions that make their inputs."""
     return {"prefill": prompts, "decode": tokens}

@@ -1,8 +1,8 @@
-"""Serves the bundle of minilm.py in a fresh process without torch, and compares it with eager PyTorch in another: `make demo`.
+"""Serves the bundle of minilm.py in a new process without torch, and compares it with eager PyTorch in another one: `make demo`.
 
     python examples/demo.py minilm.cgb
 
-The serving process is `serve()`: that is all the code that a server needs.
+The serving process runs `serve()`, which is all the code that a server needs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SENTENCES = (
     "Loans just became more expensive.",
 )
 SPAWNED = "CGCOMPILE_DEMO_SPAWNED"
-"""Environment variable: when the parent started the process, on the monotonic clock, which is the same in all processes."""
+"""Environment variable: the start time of the process, on the monotonic clock, which all processes share."""
 TOLERANCE = 1e-5
 
 
 def serve(bundle: str) -> dict[str, Any]:
-    """The serving process: load the bundle, embed.  No torch, no compiler, no warm-up."""
+    """Loads the bundle and computes embeddings.  No torch, no compiler, no warm-up."""
     import cgbundle
 
     try:
@@ -42,7 +42,7 @@ def serve(bundle: str) -> dict[str, Any]:
 
 
 def eager(_bundle: str) -> dict[str, Any]:
-    """The same with eager PyTorch."""
+    """Computes the same with eager PyTorch."""
     import torch
 
     network = minilm.model()
@@ -55,7 +55,7 @@ WAYS = {"serve": serve, "eager": eager}
 
 
 def child(way: str, bundle: str) -> None:
-    """Runs one way in this process and reports as JSON on stdout."""
+    """Runs one way in this process and prints the result as JSON."""
     answer = WAYS[way](bundle)
     seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - float(os.environ[SPAWNED])
     answer |= {"embeddings": answer["embeddings"].tolist(), "seconds": seconds, "torch": "torch" in sys.modules}
@@ -63,22 +63,22 @@ def child(way: str, bundle: str) -> None:
 
 
 def measure(way: str, bundle: str) -> dict[str, Any]:
-    """What a fresh process reports.  Raises SystemExit with its messages when it fails."""
+    """Returns the result of a new process.  Raises SystemExit with its messages if it fails."""
     environment = os.environ | {SPAWNED: repr(time.clock_gettime(time.CLOCK_MONOTONIC))}
     command = [sys.executable, __file__, "--child", way, bundle]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr.strip())
-    return json.loads(done.stdout)
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise SystemExit(completed.stderr.strip())
+    return json.loads(completed.stdout)
 
 
 def similarity(embeddings: list[list[float]]) -> list[list[float]]:
-    """Cosine of every pair; the embeddings have length 1."""
+    """Returns the cosine of every pair; the embeddings have length 1."""
     return [[sum(a * b for a, b in zip(x, y, strict=True)) for y in embeddings] for x in embeddings]
 
 
 def report(served: dict[str, Any], reference: dict[str, Any]) -> float:
-    """Prints everything in 80 columns; returns the largest difference of an embedding."""
+    """Prints the results in 80 columns; returns the largest difference of an embedding."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -89,27 +89,27 @@ def report(served: dict[str, Any], reference: dict[str, Any]) -> float:
     keys = ", ".join("x".join(map(str, key)) for key in served["keys"])
     console.print(f"\n[bold]{rows} sentences, {tokens} tokens each, from a bundle of sizes {keys}[/bold]\n")
 
-    alike = similarity(served["embeddings"])
+    similarities = similarity(served["embeddings"])
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("similarity (* most similar other)", no_wrap=True)
     for index in range(rows):
         table.add_column(f"{index + 1} ", justify="right", no_wrap=True)
     for index, sentence in enumerate(SENTENCES):
-        best = max(alike[index][:index] + alike[index][index + 1 :])
-        cells = [Text(f"{value:.2f}*", "bold green") if value == best else f"{value:.2f} " for value in alike[index]]
+        best = max(similarities[index][:index] + similarities[index][index + 1 :])
+        cells = [Text(f"{value:.2f}*", "bold green") if value == best else f"{value:.2f} " for value in similarities[index]]
         table.add_row(f"{index + 1} {sentence}", *cells)
     console.print(table)
 
     compared = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for title in ("", "bundle", "eager PyTorch"):
         compared.add_column(title, justify="left" if not title else "right")
-    both = (served, reference)
-    compared.add_row("torch imported", *("yes" if way["torch"] else "no" for way in both))
-    compared.add_row("process start to embeddings", *(f"{way['seconds']:.2f} s" for way in both))
+    results = (served, reference)
+    compared.add_row("torch imported", *("yes" if way["torch"] else "no" for way in results))
+    compared.add_row("process start to embeddings", *(f"{way['seconds']:.2f} s" for way in results))
     expected = similarity(reference["embeddings"])
-    for one in range(0, rows, 2):
-        pair = f"similarity of {one + 1} and {one + 2}"
-        compared.add_row(pair, f"{alike[one][one + 1]:.6f}", f"{expected[one][one + 1]:.6f}")
+    for row in range(0, rows, 2):
+        pair = f"similarity of {row + 1} and {row + 2}"
+        compared.add_row(pair, f"{similarities[row][row + 1]:.6f}", f"{expected[row][row + 1]:.6f}")
     console.print(compared)
 
     pairs = zip(served["embeddings"], reference["embeddings"], strict=True)
@@ -120,7 +120,7 @@ def report(served: dict[str, Any], reference: dict[str, Any]) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    """0 when the bundle agrees with eager PyTorch and torch stayed out of the serving process."""
+    """Returns 0 if the bundle agrees with eager PyTorch and the serving process did not import torch."""
     if len(arguments) == 3 and arguments[0] == "--child":
         child(*arguments[1:])
         return 0

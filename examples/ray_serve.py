@@ -1,8 +1,8 @@
-"""A folder of bundles in Ray Serve on this machine alone: replicas from zero on, without torch.
+"""A folder of bundles in Ray Serve on this machine: replicas scale from zero, without torch.
 
 pip install ./bundles '.[serve,ray]'
 python examples/ray_serve.py models --port 8000
-serve run cgserve.ray_replicas:app folder=/srv/models gpus=0.5        # on a cluster: no file of yours
+serve run cgserve.ray_replicas:app folder=/srv/models gpus=0.5        # on a cluster: needs no file of yours
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from cgserve.ray_replicas import app
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Serve a folder of bundles with Ray Serve.")
     parser.add_argument("folder", help="<model>/<version>/model.cgb")
     parser.add_argument("--port", type=int, default=8000)

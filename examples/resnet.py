@@ -3,8 +3,8 @@
     cgcompile build examples/resnet.py --sizes 1,8 -o resnet.cgb
     RESNET_DTYPE=float16 RESNET_LAYOUT=channels_last cgcompile build examples/resnet.py --sizes 1,8,32 --target cuda
 
-RESNET_DTYPE is float32 (default), float16 or bfloat16; RESNET_LAYOUT, the order of weights and pictures in memory, is
-contiguous (default) or channels_last.
+RESNET_DTYPE is float32 (default), float16 or bfloat16; RESNET_LAYOUT, the memory format of weights and pictures, is contiguous
+(default) or channels_last.
 """
 
 import os
@@ -22,7 +22,7 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 def convolution(inner: int, outer: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """A convolution that keeps the picture's size but for the stride, with its normalization."""
+    """Returns a convolution and its normalization.  It keeps the picture's size, except for the stride."""
     conv = nn.Conv2d(inner, outer, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outer))
 
@@ -62,13 +62,13 @@ class ResNet(nn.Module):
         self.head = nn.Linear(inner, CLASSES)
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        """The logits, not their softmax."""
+        """Returns the logits, not their softmax."""
         return self.head(self.pool(self.blocks(self.stem(pictures))).flatten(1))
 
 
 def fill(module: ResNet) -> None:
-    """Weights and statistics of the kind that a trained network has: normalizations that do something, and residual branches small
-    enough that activations keep one magnitude through 50 layers (they fit float16)."""
+    """Sets weights and statistics like those of a trained network.  Normalizations have an effect, and residual branches are so
+    small that activations keep their magnitude through 50 layers (they fit float16)."""
     for name, part in module.named_modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
@@ -81,7 +81,7 @@ def fill(module: ResNet) -> None:
 
 
 def choice(variable: str, among: dict) -> object:
-    """The value that an environment variable selects; the first where it is not set."""
+    """Returns the value that an environment variable selects; the first one if it is not set."""
     name = os.environ.get(variable, next(iter(among)))
     if name not in among:
         raise ValueError(f"{variable}: expected one of {', '.join(among)}, got {name!r}")
@@ -89,7 +89,7 @@ def choice(variable: str, among: dict) -> object:
 
 
 def model() -> nn.Module:
-    """The network with seeded weights, in eval mode; the same weights in every process."""
+    """Returns the network in eval mode, with the same random weights in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = ResNet()
@@ -98,6 +98,6 @@ def model() -> nn.Module:
 
 
 def inputs(batch: int) -> tuple[torch.Tensor]:
-    """`batch` pictures of noise."""
+    """Returns `batch` pictures of noise."""
     pictures = torch.randn(batch, 3, SIDE, SIDE, dtype=choice("RESNET_DTYPE", DTYPES))
     return (pictures.contiguous(memory_format=choice("RESNET_LAYOUT", LAYOUTS)),)

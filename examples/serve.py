@@ -1,11 +1,11 @@
-"""A server of your own around a bundle: sentence embeddings over HTTP, without torch.  `cgcompile serve` needs no such file.
+"""A custom server around a bundle: sentence embeddings over HTTP, without torch.  `cgcompile serve` needs no such file.
 
     cgcompile build examples/minilm.py --sizes batch=1,4,8 --sizes seq=16,32,64,128 -o minilm.cgb
     python examples/serve.py minilm.cgb --tokenizer tokenizer.json --port 8000
     curl localhost:8000/embed --json '{"text": "The cat sleeps."}'
 
-Requests that come together are answered by one replay.  cgserve has the parts: a bounded queue (503 with Retry-After where it is
-full, 504 after a minute), limits for bodies and connections, work that ends when its client leaves, and a quiet end at SIGTERM.
+Simultaneous requests share one replay.  cgserve has the parts: a bounded queue (503 with Retry-After if it is full, 504 after a
+minute), limits for bodies and connections, cancellation when a client disconnects, and a graceful end at SIGTERM.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from cgserve.transport.limits import BoundedBodies
 from cgserve.transport.running import PortTaken, listen, make_server, run, url_of
 
 
-class Text(BaseModel):  # what is sent to /embed
+class Text(BaseModel):  # the body of /embed
     text: str = Field(max_length=20_000)
 
 
 def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict[str, Any]) -> Starlette:
-    """The application, which opens and closes the batcher; `about` is what /health adds to its own counts."""
+    """Returns the application, which opens and closes the batcher.  `about`: further fields of /health."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -52,11 +52,11 @@ def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict
             with batcher.spans.span("tokens"):
                 tokens = tokenize(Text.model_validate_json(await request.body()).text)
             reply = {"embedding": await batcher.answer(tokens), "tokens": len(tokens)}
-            return Response(to_json(reply, inf_nan_mode="null"), media_type="application/json")  # a tenth of json.dumps' time
+            return Response(to_json(reply, inf_nan_mode="null"), media_type="application/json")  # ten times as fast as json.dumps
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise HTTPException(400, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
-        except Exception as error:  # noqa: BLE001  what is not known is raised again
+        except Exception as error:  # noqa: BLE001  status_of raises unknown errors
             status, text, again = status_of(error)
             raise HTTPException(status, text, {"Retry-After": str(again)} if again else None) from None
 
@@ -72,7 +72,6 @@ def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Serve sentence embeddings from a bundle over HTTP.")
     parser.add_argument("bundle")
     parser.add_argument("--port", type=int, default=8000)

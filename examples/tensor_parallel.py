@@ -1,13 +1,13 @@
-"""A decoder of Llama's shape over several GPUs, split as Megatron splits it: two all_reduces a layer.
+"""A decoder with Llama's architecture on several GPUs, split like Megatron: two all_reduces per layer.
 
-Each rank has its share of the heads and of the hidden width; the attention's output and the MLP's are sums over all ranks.  The
-vocabulary is split too, and the scores gathered.  Keys and values of earlier tokens are state, on each rank those of its heads.
+Each rank has a share of the heads and of the hidden width; the outputs of attention and MLP are summed over all ranks.  The
+vocabulary is split too, and the scores are gathered.  Keys and values of earlier tokens are state, on each rank for its heads.
 
     cgcompile build examples/tensor_parallel.py --world 2 --target sm_90 --sizes 1,8
     program = cgbundle.load("tensor_parallel.cgb", devices=[0, 1])
     scores = program(tokens, positions)
 
-Weights are random here, the same for every number of ranks.  Yours: let `weight` read its part of a checkpoint.
+Weights are random here, the same for every number of ranks.  For your weights, let `weight` read its part of a checkpoint.
 """
 
 import os
@@ -24,20 +24,20 @@ DTYPE = torch.bfloat16
 
 
 def weight(name: str, rows: int, columns: int, rank: int, world: int, split: int) -> nn.Parameter:
-    """A rank's part of a matrix: of its rows (split 0) or columns (1), all of it for -1."""
+    """Returns a rank's part of a matrix: of its rows (split 0) or columns (1), or all of it (-1)."""
     generator = torch.Generator().manual_seed(hash_of(name))
-    whole = torch.randn(rows, columns, generator=generator) * columns**-0.5
-    part = whole if split < 0 else whole.chunk(world, split)[rank]
+    matrix = torch.randn(rows, columns, generator=generator) * columns**-0.5
+    part = matrix if split < 0 else matrix.chunk(world, split)[rank]
     return nn.Parameter(part.to(DTYPE).clone(), requires_grad=False)
 
 
 def hash_of(name: str) -> int:
-    """A number that is the same in every process."""
+    """Returns a number that is the same in every process."""
     return int.from_bytes(name.encode(), "little") % (1 << 62)
 
 
 def summed(partial: torch.Tensor, world: int) -> torch.Tensor:
-    """The sum over all ranks."""
+    """Returns the sum over all ranks."""
     return collectives.all_reduce(partial, "sum", dist.group.WORLD) if world > 1 else partial
 
 
@@ -79,11 +79,11 @@ class Attention(nn.Module):
         return summed(F.linear(attention, self.out), self.world)
 
     def turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotary positions."""
+        """Applies rotary position embeddings."""
         angles = positions[:, None, None] * self.turns
-        one, two = x.float().chunk(2, -1)
+        first, second = x.float().chunk(2, -1)
         sine, cosine = angles.sin(), angles.cos()
-        return torch.cat([one * cosine - two * sine, two * cosine + one * sine], -1).to(DTYPE)
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(DTYPE)
 
 
 class Layer(nn.Module):
@@ -103,7 +103,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One step of decoding: a token and its position for each row, scores of the next one."""
+    """One decoding step: from a token and its position for each row to the scores of the next token."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__()

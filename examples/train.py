@@ -1,12 +1,12 @@
-"""A training step as an entry of a bundle: forward, backward and the optimizer in one replay; `evaluate` beside it.
+"""A training step as an entry of a bundle: forward, backward and the optimizer in one replay; `evaluate` is another entry.
 
     cgcompile build examples/train.py --sizes evaluate:batch=1,32 -o train.cgb
     python examples/train.py train.cgb --steps 200 --save trained.safetensors
 
-What a bundle changes from call to call is buffers, so the network's parameters are made buffers; `torch.func` says how a loss
-follows from them, and `make_fx` writes its gradient down as operations, which export takes like any others.  None of these depends
-on the order in which a GPU's threads come to add, so a run that was saved goes on bit for bit.  The task: every token is the sum of
-the two before it.
+A bundle can only change buffers, so the network's parameters become buffers.  `torch.func` computes the loss from them, and
+`make_fx` traces its gradient to operations that torch.export accepts.  No operation depends on the order in which a GPU's threads
+add, so a resumed run is bitwise equal to an uninterrupted one.  The task: every token is the sum of the two before it, modulo the
+size of the vocabulary.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 17, 32, 64, 4, 2
 BATCH = 32
-"""Rows of a step: its gradient is written down for that many."""
+"""Rows of a step; its gradient is traced for this size."""
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each behind a LayerNorm and added to its input."""
+    """Causal attention and an MLP, each after a LayerNorm and added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Token ids (batch, LENGTH) -> logits of the next token at every place (batch, LENGTH, VOCABULARY).
+    """Token ids (batch, LENGTH) -> logits of the next token at every position (batch, LENGTH, VOCABULARY).
 
-    Tokens are looked up by a product with one-hot rows, whose gradient is a product too.  That of `nn.Embedding` is added up by a
-    GPU's atomics, in another order every time."""
+    Tokens are looked up by a product with one-hot rows, whose gradient is also a product.  The gradient of `nn.Embedding` uses
+    atomic additions on a GPU, in a different order every time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,33 +79,33 @@ class Trainer(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One step of gradient descent on ids and their next tokens, int64 (BATCH, LENGTH); the loss before it."""
+        """Makes one step of gradient descent on ids and their next tokens, int64 (BATCH, LENGTH); returns the loss before it."""
         values = {name: self.network.get_buffer(name) for name in self.trained}
         gradients, loss = self.gradients(values, x, y)
         for name, value in values.items():
-            kept = self.get_buffer(f"momentum_{name.replace('.', '_')}")
-            kept.mul_(self.momentum).add_(gradients[name])
-            value.sub_(self.rate * kept)
+            velocity = self.get_buffer(f"momentum_{name.replace('.', '_')}")
+            velocity.mul_(self.momentum).add_(gradients[name])
+            value.sub_(self.rate * velocity)
         self.steps += 1
         return loss
 
     def evaluate(self, x: Tensor) -> Tensor:
-        """The likeliest next token at every place, int64 (batch, LENGTH)."""
+        """Returns the likeliest next token at every position, int64 (batch, LENGTH)."""
         return self.network(x).argmax(-1)
 
 
 def loss_of(network: nn.Module, values: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """The mean cross entropy, with `values` as the network's weights."""
+    """Returns the mean cross entropy, with `values` as the network's weights."""
     return F.cross_entropy(functional_call(network, values, (x,)).flatten(0, 1), y.flatten())
 
 
 def sequences(batch: int) -> tuple[Tensor, Tensor]:
-    """Ids and their next tokens, of the task."""
+    """Returns ids of the task and their next tokens."""
     rows = [torch.randint(0, VOCABULARY, (batch,)) for _ in range(2)]
     for _ in range(LENGTH - 1):
         rows.append((rows[-1] + rows[-2]) % VOCABULARY)
-    whole = torch.stack(rows, 1)
-    return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+    ids = torch.stack(rows, 1)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def model() -> nn.Module:
@@ -144,8 +144,8 @@ def main() -> None:
         if number % 20 == 0 or number == done + args.steps - 1:
             print(f"step {number}: loss {float(loss):.4f}")
     x, y = sequences(BATCH)
-    right = (program.evaluate(x) == y)[:, 1:].float().mean()
-    print(f"{right:.1%} of the next tokens are right")
+    accuracy = (program.evaluate(x) == y)[:, 1:].float().mean()
+    print(f"{accuracy:.1%} of the next tokens are right")
     if args.save:
         save_file({name: torch.from_dlpack(program.state[name]).clone() for name in program.state}, args.save)
 

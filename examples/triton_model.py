@@ -4,9 +4,8 @@
     models/classifier/1/model.py       this file
     models/classifier/config.pbtxt     backend: "python"
 
-Triton learns inputs, outputs and batching from the bundle, so that config.pbtxt needs no more than that line.  `cgcompile serve`
-takes the same folder.  The Python of the backend needs cgbundle and NumPy.  Interface: python_backend's
-triton_python_backend_utils.py."""
+Triton reads inputs, outputs and batching from the bundle, so config.pbtxt needs only that line.  `cgcompile serve` can serve the
+same folder.  The backend's Python needs cgbundle and NumPy.  Interface: python_backend's triton_python_backend_utils.py."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ TYPES = {
     "bool": "BOOL", "float16": "FP16", "float32": "FP32", "float64": "FP64",
     **{f"{sign}int{bits}": f"{sign.upper()}INT{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }  # fmt: skip
-"""Triton's names of dtypes.  Its NumPy tensors have no bfloat16."""
+"""Triton's names for dtypes.  Its NumPy tensors have no bfloat16."""
 
 
 def batches(entry: Any) -> tuple[int, ...]:
-    """The recorded sizes of the first axis of all tensors, where its rows do not depend on each other; () otherwise."""
+    """Returns the recorded sizes of the first axis of all tensors if its rows are independent, else ()."""
     shapes = [spec.shape for spec in (*entry.inputs, *entry.outputs)]
     for dimension in entry.dimensions:
         first = all(shape and shape[0] == dimension.name for shape in shapes)
@@ -39,17 +38,17 @@ def batches(entry: Any) -> tuple[int, ...]:
 
 
 class TritonPythonModel:
-    """What Triton calls."""
+    """The class that Triton loads."""
 
     @staticmethod
     def auto_complete_config(config: Any) -> Any:
-        """The model's configuration, from the bundle.  Raises KeyError for a dtype that the backend does not have."""
+        """Returns the model's configuration, from the bundle.  Raises KeyError for a dtype that the backend does not support."""
         entry = checked_manifest(str(BUNDLE)).entries[0]
         sizes = batches(entry)
         config.set_max_batch_size(sizes[-1] if sizes else 0)
         if sizes:
             config.set_dynamic_batching()
-        free = {(row.output, row.axis) for row in entry.data_sizes}  # their sizes depend on data; such a bundle takes no batches
+        free = {(row.output, row.axis) for row in entry.data_sizes}  # sizes depend on data; such a bundle is not batched
         for specs, add in ((entry.inputs, config.add_input), (entry.outputs, config.add_output)):
             for place, spec in enumerate(specs):
                 dims = [size if type(size) is int else -1 for size in spec.shape[1 if sizes else 0 :]]
@@ -59,14 +58,14 @@ class TritonPythonModel:
         return config
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Loads the bundle, on the instance's GPU if it is for one.  Raises CgbundleError, which Triton tells."""
+        """Loads the bundle, on the instance's GPU if it has one.  Raises CgbundleError, which Triton reports."""
         device = int(args["model_instance_device_id"]) if args.get("model_instance_kind") == "GPU" else 0
         self.program = cgbundle.load(BUNDLE, device=device)
         self.program.warmup()
         self.together = bool(batches(self.program.manifest.entries[0]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A response for each request: requests of one shape by one replay."""
+        """Returns a response for each request; requests of one shape share a replay."""
         groups: dict[Any, list[tuple[int, list[Any]]]] = {}
         for place, request in enumerate(requests):
             arrays = [backend.get_input_tensor_by_name(request, spec.name).as_numpy() for spec in self.program.inputs]
@@ -79,7 +78,7 @@ class TritonPythonModel:
         return responses
 
     def finalize(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self.program.close()
 
     def _answers(self, requests: list[list[Any]]) -> list[Any]:
@@ -87,7 +86,7 @@ class TritonPythonModel:
         try:
             tensors = self.program.replay([numpy.concatenate(column) if len(column) > 1 else column[0] for column in columns])
         except cgbundle.CallError as error:
-            if len(requests) > 1:  # nobody pays for another's request
+            if len(requests) > 1:  # an invalid request must not fail others
                 return [answer for request in requests for answer in self._answers([request])]
             return [backend.InferenceResponse([], backend.TritonError(" ".join(str(error).split())))]
         ends = numpy.cumsum([request[0].shape[0] for request in requests])[:-1] if len(requests) > 1 else []

@@ -1,4 +1,4 @@
-"""The whole server as one application: OpenAI's protocol below /v1, the Open Inference Protocol below /v2, health and metrics."""
+"""The server as one ASGI application: OpenAI's protocol below /v1, the Open Inference Protocol below /v2, health and metrics."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from .transport.access import KeyRequired, Numbered
 from .transport.limits import BoundedBodies
 
 STOPPING = 120
-"""Seconds that open requests have at the server's end: a long text takes its time."""
+"""Seconds for open requests when the server ends; a long text takes long."""
 
 
 class Counters(Watch):
-    """What models do, as metrics and spans."""
+    """Counts the work of models as metrics and spans."""
 
     def __init__(self) -> None:
         self.registry, self.dashboards = CollectorRegistry(), CollectorRegistry()
@@ -57,10 +57,10 @@ class Counters(Watch):
 
 
 class Paths:
-    """The three parts of the server as one ASGI application: which one answers follows from how the path begins."""
+    """Dispatches a request by the beginning of its path to one of the server's three applications."""
 
     def __init__(self, texts: ASGIApp, tensors: ASGIApp, rest: ASGIApp) -> None:
-        """`rest` gets the events of the server's life, too."""
+        """`rest` also gets the lifespan events."""
         self._texts, self._tensors, self._rest = texts, tensors, rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,41 +74,41 @@ class Paths:
 
 
 class Application:
-    """`app` is an ASGI application.  `failure`: why the server ended by itself, where it did, and `stop` was called then."""
+    """`app`: an ASGI application.  `failure`: why the server ended by itself, or None; `stop` is called then."""
 
     def __init__(
         self, look: Callable[[], Found], settings: Settings, tell: Tell, keys: Sequence[bytes] = (), *, essential: bool = False
     ) -> None:
-        """`look` finds the bundles; `essential`: without the one that it finds first the server ends."""
+        """`look` finds the bundles.  `essential`: the server ends if it cannot serve the first bundle that it finds."""
         self.failure: ServeError | None = None
         self.stop: Callable[[], None] = lambda: None
         self.counters = Counters()
         self._settings, self._tell, self._essential, self._keys = settings, tell, essential, keys
-        self.repository = Repository(look, settings.options, settings.poll, self.counters, self._heard)
+        self.repository = Repository(look, settings.options, settings.poll, self.counters, self._on_event)
         self._openai = openai.OpenAI(
-            self._languages, self._text_models, lambda: self.repository.models, self._unread, settings.adapter_root
+            self._languages, self._text_models, lambda: self.repository.models, self._count_unread, settings.adapter_root
         )
-        self._texts = texts_routes.Texts(self._text_models, self._which_serve, self._openai.reader, self._heard)
+        self._texts = texts_routes.Texts(self._text_models, self._which_serve, self._openai.reader, self._on_event)
         self._inference = inference.Inference(
-            self.repository, self.counters.tensors, self._heard, self._broken, self._why_not_ready
+            self.repository, self.counters.tensors, self._on_event, self._failure_reason, self._why_not_ready
         )
-        self.app = self._within(Paths(*self._parts()), keys)
+        self.app = self._with_middleware(Paths(*self._parts()), keys)
 
     def _parts(self) -> tuple[Starlette, Starlette, Starlette]:
-        """The applications of texts, of tensors, and of the server itself."""
-        speaking = {OpenAIRefusal: openai.refused, HTTPException: openai.refused}
-        bounded = Middleware(BoundedBodies, largest=openai.BYTES, form=openai.body_of, together=openai.TOGETHER)
+        """Returns the applications of texts, of tensors, and of the server itself."""
+        error_handlers = {OpenAIRefusal: openai.refused, HTTPException: openai.refused}
+        limits = Middleware(BoundedBodies, largest=openai.BYTES, form=openai.body_of, together=openai.TOGETHER)
         routes = [*self._texts.routes, *self._openai.routes]
-        texts = Starlette(routes=routes, middleware=[Middleware(Traced), bounded], exception_handlers=speaking)
+        texts = Starlette(routes=routes, middleware=[Middleware(Traced), limits], exception_handlers=error_handlers)
         largest = self._settings.largest
-        bounded = Middleware(BoundedBodies, largest=largest, form=inference.body_of, together=largest)
+        limits = Middleware(BoundedBodies, largest=largest, form=inference.body_of, together=largest)
         handlers = {inference.Refusal: inference.refused, HTTPException: inference.refused}
-        tensors = Starlette(routes=self._inference.routes, middleware=[bounded], exception_handlers=handlers)
+        tensors = Starlette(routes=self._inference.routes, middleware=[limits], exception_handlers=handlers)
         plain = [Route("/health", self._health), Route("/metrics", self._metrics)]
         return texts, tensors, Starlette(routes=plain, exception_handlers=handlers, lifespan=self._lifespan)
 
-    def _within(self, app: ASGIApp, keys: Sequence[bytes]) -> ASGIApp:
-        """The application with numbers of requests, and where they are asked for with keys and for browsers."""
+    def _with_middleware(self, app: ASGIApp, keys: Sequence[bytes]) -> ASGIApp:
+        """Adds request numbers, and if configured API keys and CORS."""
         if keys:
             app = KeyRequired(app, keys)
         if self._settings.origins:
@@ -126,16 +126,16 @@ class Application:
 
     @asynccontextmanager
     async def _grpc(self) -> AsyncIterator[None]:
-        """Serves gRPC meanwhile, where that is asked for."""
+        """Serves gRPC during the block, if configured."""
         settings = self._settings
         async with AsyncExitStack() as stack:
             if settings.grpc_port is not None:
-                from .routes.grpc_inference import Listening, grpc_server  # late: its packages are an extra
+                from .routes.grpc_inference import Listening, grpc_server  # late: an extra with its own packages
 
-                read = [path.read_bytes() if path else None for path in (settings.certificate, settings.private_key)]
+                pems = [path.read_bytes() if path else None for path in (settings.certificate, settings.private_key)]
                 listening = Listening(
-                    host=settings.host, port=settings.grpc_port, largest=settings.largest, keys=self._keys, certificate=read[0],
-                    private_key=read[1],
+                    host=settings.host, port=settings.grpc_port, largest=settings.largest, keys=self._keys, certificate=pems[0],
+                    private_key=pems[1],
                 )  # fmt: skip
                 try:
                     url = await stack.enter_async_context(grpc_server(self._inference, listening, STOPPING))
@@ -145,10 +145,10 @@ class Application:
             yield
 
     async def _watch(self) -> None:
-        """Ends the server soon after its GPU has failed, whoever asks for health."""
+        """Ends the server soon after its GPU has failed, without a request for health."""
         while True:
             await asyncio.sleep(1.0)
-            self._broken()
+            self._failure_reason()
 
     # --- what models do ------------------------------------------------------------------------------------------------
 
@@ -161,11 +161,11 @@ class Application:
     def _which_serve(self) -> dict[str, bool]:
         return {name: model.current is not None for name, model in list(self.repository.models.items())}
 
-    def _unread(self, path: str, code: int) -> None:
+    def _count_unread(self, path: str, code: int) -> None:
         self.counters.languages.requests.labels("", path, str(code)).inc()
 
-    def _heard(self, event: Event) -> None:
-        """An event goes to the log and the metrics; the first bundle that cannot be served may end the server."""
+    def _on_event(self, event: Event) -> None:
+        """Logs and counts an event.  Ends the server if the first bundle is refused and `essential`."""
         self._tell(event)
         if event["event"] in ("serving", "refused"):
             self.counters.tensors.loads.labels(event["model"], event["event"]).inc()
@@ -179,8 +179,8 @@ class Application:
 
     # --- health --------------------------------------------------------------------------------------------------------
 
-    def _broken(self) -> str | None:
-        """Why the server is of no use, None where it is: its GPU failed, or the thread that calls a model has ended."""
+    def _failure_reason(self) -> str | None:
+        """Returns why the server cannot work, or None: its GPU failed, or the thread that calls a model has ended."""
         for version in self.repository.serving():
             if version.failure is not None:
                 why = one_line(version.failure)
@@ -202,7 +202,7 @@ class Application:
         return None if len(missing) < len(models) else "no model serves"
 
     async def _health(self, _: Request) -> Response:
-        broken = self._broken()
+        failure = self._failure_reason()
         models: dict[str, Any] = {}
         for version in self.repository.serving():
             report: dict[str, Any] = {"version": version.number}
@@ -217,12 +217,12 @@ class Application:
                 report["waiting"] = sum(entry.waiting for entry in version.entries.values())
             models[version.model] = report
         report = {
-            "live": broken is None,
-            "ready": not broken and not self._why_not_ready(),
+            "live": failure is None,
+            "ready": not failure and not self._why_not_ready(),
             "torch": "torch" in sys.modules,
             "models": models,
         }
-        return JSONResponse(report, 200 if broken is None else 503)
+        return JSONResponse(report, 200 if failure is None else 503)
 
     async def _metrics(self, _: Request) -> Response:
         self.counters.tensors.forget_versions()

@@ -1,4 +1,4 @@
-"""What the server says on stderr: an event is a line, of text or of JSON."""
+"""Writes the server's log to stderr: an event is a line of text or JSON."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ Tell = Callable[[Event], None]
 
 
 def json_log(event: Event) -> None:
-    """A line of JSON."""
     print(json.dumps(event), file=sys.stderr, flush=True)
 
 
 def text_log(event: Event) -> None:
-    """A line for people: `serving classifier, version 1: load 0.21 s, self-test 0.02 s`."""
+    """Writes a line of text: `serving classifier, version 1: load 0.21 s, self-test 0.02 s`."""
     print(text_of(event), file=sys.stderr, flush=True)
 
 
 def text_of(event: Event) -> str:
-    """An event as a line of text."""
     model = f"{event.get('model')}, version {event.get('version')}"
     match event["event"]:
         case "listening":
@@ -42,5 +40,5 @@ def text_of(event: Event) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error without breaks."""
+    """Returns the text of an error on one line."""
     return " ".join(str(error).split())

@@ -1,9 +1,9 @@
-"""A folder of bundles in Ray Serve: replicas that start from zero in the time that a bundle takes to load, without torch.
+"""A folder of bundles in Ray Serve: replicas that scale from zero as fast as a bundle loads, without torch.
 
-It speaks the Open Inference Protocol at /v2, and Ray's handles: `handle.infer.remote(name, tensors)`.  Each replica loads the
-models that it is asked for, within `memory` bytes, and closes the one that was asked for longest ago where others need the place.
-Requests that name their model to Ray (the header serve_multiplexed_model_id, `options(multiplexed_model_id=...)`) go to a replica
-that has it. Requests go together by batching/request_queue.py, not by serve.batch, whose batches know neither models nor shapes.
+It serves the Open Inference Protocol at /v2, and Ray's handles: `handle.infer.remote(name, tensors)`.  Each replica loads requested
+models within `memory` bytes, and evicts the least recently used.  Requests that name their model to Ray (header
+serve_multiplexed_model_id, `options(multiplexed_model_id=...)`) go to a replica that has it.  batching/request_queue.py makes the
+batches, because serve.batch does not distinguish models and shapes.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ from .routes.inference import Refusal, Serving, infer, refused
 from .tensors.inference_protocol import Given, metadata
 
 MEMORY = 4 << 30
-"""Bytes of loaded bundles in a replica, unless it is told otherwise."""
+"""Default maximum bytes of loaded bundles in a replica."""
 
 LARGEST = 64 << 20
-"""Bytes of a body, and of all that a replica holds at once."""
+"""Maximum bytes of a body, and of all bodies in a replica."""
 
 SCALING = {
     "min_replicas": 0, "max_replicas": 2, "initial_replicas": 0, "target_ongoing_requests": 32, "upscale_delay_s": 0.0,
     "downscale_delay_s": 60.0, "downscale_to_zero_delay_s": 300.0, "look_back_period_s": 2.0,
 }  # fmt: skip
-"""From no replica to two; at most 32 requests a replica wait or are computed before the next one starts."""
+"""From no replica to two; with more than 32 waiting or running requests per replica, another one starts."""
 
 
 @serve.deployment(max_ongoing_requests=256, autoscaling_config=SCALING, graceful_shutdown_timeout_s=30)
 class Bundles:
-    """A replica.  `folder`: <model>/<version>/model.cgb; `memory`: bytes of loaded bundles."""
+    """A replica.  `folder`: <model>/<version>/model.cgb; `memory`: maximum bytes of loaded bundles."""
 
     def __init__(self, folder: str, memory: int = MEMORY, wait: float = 2.0) -> None:
         self._cache = BundleCache(folder, memory, Options(wait=wait), poll=5.0)
-        self._began, self._held = time.time(), 0  # bytes of bodies
+        self._began, self._held = time.time(), 0  # bytes of all bodies
 
     @serve.multiplexed(max_num_models_per_replica=-1)
     async def _version(self, name: str) -> str:
-        """Tells Ray that this replica has the model.  What stays loaded is the cache's to decide, by bytes and not by number."""
+        """Tells Ray that this replica has the model.  The cache evicts models by bytes, not by number."""
         await self._cache.version(name)
         return name
 
     async def infer(self, name: str, tensors: Sequence[Given]) -> list[Given]:
-        """By a handle: tensors as bytes, in the order of the model's inputs; the outputs of the model likewise.  Raises KeyError,
-        Refused, and what a call raises."""
+        """For handles: takes tensors as bytes, in the order of the model's inputs, and returns the outputs.  Raises KeyError,
+        Refused, and errors of a call."""
         if serve.get_multiplexed_model_id():
             await self._version(name)
         version = await self._cache.version(name)
         return await version.answer(tensors, 0)
 
     async def check_health(self) -> None:
-        """Ray asks every few seconds, and starts another replica in the place of one that raises."""
+        """Ray calls it every few seconds, and replaces a replica that raises."""
         if self._cache.failure is not None:
             raise self._cache.failure
 
     async def about(self) -> dict[str, Any]:
-        """What this replica is: its process, whether torch is in it, and what is loaded."""
+        """Describes this replica: its process, whether torch is imported, and the loaded models."""
         return {"process": os.getpid(), "torch": "torch" in sys.modules, "loaded": self._cache.loaded, "began": self._began}
 
     async def __call__(self, request: Request) -> Response:
@@ -107,7 +107,7 @@ class Bundles:
         raise Refusal(404, "Not Found")
 
     async def _serving(self, name: str) -> Serving:
-        """The version and the entry of a model.  Raises Refusal."""
+        """Returns the version and the entry of a model.  Raises Refusal."""
         try:
             if serve.get_multiplexed_model_id():
                 await self._version(name)
@@ -126,8 +126,7 @@ class Bundles:
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
-    """For `serve run cgserve.ray_replicas:app folder=models [memory=BYTES] [gpus=0.5] [replicas=8]`; `gpus` is a replica's
-    share."""
+    """For `serve run cgserve.ray_replicas:app folder=models [memory=BYTES] [gpus=0.5] [replicas=8]`; `gpus`: a replica's share."""
     scaling = SCALING | {"max_replicas": int(arguments.get("replicas", 2))}
     resources = {"num_cpus": float(arguments.get("cpus", 1)), "num_gpus": float(arguments.get("gpus", 0))}
     deployment: Any = Bundles.options(autoscaling_config=scaling, ray_actor_options=resources)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`cgcompile serve`: a bundle, or a folder of models, from the first look at its files to the last answer."""
+"""`cgcompile serve`: serves a bundle, or a folder of models, until the last answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .transport.running import PortTaken, listen, make_server, run, url_of
 
 
 def serve(path: str, settings: Settings) -> None:
-    """Serves until SIGINT or SIGTERM, and answers what it accepted.  Raises ServeError, and a CgbundleError for what is no
+    """Serves until SIGINT or SIGTERM, and answers accepted requests.  Raises ServeError, and a CgbundleError for an invalid
     bundle."""
     tell = json_log if settings.log == "json" else text_log
     look, essential = looker(Path(path), settings)
@@ -41,8 +41,8 @@ def serve(path: str, settings: Settings) -> None:
 
 
 def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
-    """What looks for the bundles at `path`, and whether that is one without which nothing is served.  Raises ServeError, and a
-    CgbundleError for what is neither a bundle nor a folder."""
+    """Returns a function that finds the bundles at `path`, and whether it is a single bundle, without which the server ends.
+    Raises ServeError, and a CgbundleError if `path` is neither a bundle nor a folder."""
     if path.is_dir() and not os.path.exists(path / "manifest.json"):
         if settings.name:
             raise ServeError("--name is for a bundle; the models of a folder have the names of their folders", "leave --name out")
@@ -55,7 +55,7 @@ def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
     bundles: Found = {}
 
     def look() -> Found:
-        with suppress(FileNotFoundError):  # while it is being replaced: the one that was there goes on
+        with suppress(FileNotFoundError):  # while it is replaced, the old one continues
             bundles[settings.name or manifest.name] = {1: (path, identity_of(path))}
         return bundles
 
@@ -63,7 +63,7 @@ def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
 
 
 def read_access(settings: Settings) -> tuple[tuple[bytes, ...], dict[str, Any]]:
-    """The keys that requests bring, and uvicorn's options for TLS.  Raises ServeError."""
+    """Returns the API keys, and uvicorn's options for TLS.  Raises ServeError."""
     try:
         keys = read_keys(settings.keys) if settings.keys is not None else ()
         if settings.certificate is None and settings.private_key is None:
@@ -71,7 +71,7 @@ def read_access(settings: Settings) -> tuple[tuple[bytes, ...], dict[str, Any]]:
         if settings.certificate is None or settings.private_key is None:
             raise ServeError("--tls-cert and --tls-key belong together", "give both, or neither")
         for path in (settings.certificate, settings.private_key):
-            path.read_bytes()  # the next line does not say which of the two is missing
+            path.read_bytes()  # the error of the next line does not name the missing file
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.certificate, settings.private_key)
     except ssl.SSLError:
         text = f"{settings.certificate}: no certificate in PEM to which {settings.private_key} is the key"

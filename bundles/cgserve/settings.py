@@ -1,4 +1,4 @@
-"""What a user says of a server, as values."""
+"""The settings of a server."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ class ServeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`grpc_port`: where the Open Inference Protocol is served over gRPC, too, None for nowhere; `poll`: seconds between two looks
-    at the files; `largest`: bytes of a body of tensors; `ready`: whether all models, or any of them, have to serve before the
-    server is ready; `keys`: a file with a key in each line, one of which a request has to bring; `origins`: of pages of a browser
-    that may ask, `*` for all; `adapter_root`: a folder below which are the adapters that clients may load, None where they may load
-    none."""
+    """`grpc_port`: the port for gRPC, None for no gRPC; `poll`: seconds between two checks of the files; `largest`: maximum bytes
+    of a body with tensors; `ready`: whether all models, or any of them, must serve before the server is ready; `keys`: a file with
+    an API key per line, requests need one; `origins`: origins of browser pages that may send requests, `*` for all; `adapter_root`:
+    the folder of adapters that clients may load, None if they may load none."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -1,1 +1,1 @@
-"""Language models of transformers as models for a bundle: from a folder in the Hub's layout, or by hand."""
+"""Makes models for a bundle from language models of transformers: from a folder in the Hub's layout, or by hand."""

@@ -1,18 +1,18 @@
-"""A decoder of transformers with its cache, as calls that a server makes: chunks of prompts, a token for every lane, or many.
+"""A decoder of transformers with its cache, as entries for a server: chunks of prompts, a token for every lane, or several tokens.
 
-Four entries share one set of weights and one cache of keys and values, which lies in pages (attention.py):
+Four entries share the weights and the cache of keys and values, which is divided into pages (attention.py):
 
-    prefill   a chunk of a prompt for each lane, as long as each has, and the token behind it
-    decode    one token for each lane, and the one behind it
+    prefill   reads a chunk of a prompt for each lane, of any length up to `seq`, and chooses the next token
+    decode    reads one token for each lane, and chooses the next one
     generate  up to `turns` tokens for each lane in one launch, until a stop token or the lane's limit
-    choose    the token behind a chunk or a token, for lanes whose token is restricted, by a grammar or by biases
+    choose    chooses the next token of lanes whose token is restricted by a grammar or by biases
 
-A mask of tokens is known only after the token before it.  So `prefill` and `decode` take none: a lane that is `deferred` leaves its
-logits in its slot, a processor makes its mask meanwhile, and `choose` takes it.  Other calls write zeros alone.
+A mask of tokens is known only after the previous token.  So `prefill` and `decode` take no mask.  A lane that is `deferred` stores
+its logits in its slot, the CPU computes its mask meanwhile, and `choose` applies it.  Other lanes store only zeros.
 
-Which pages a lane has is an input, and whoever calls gives them out: a request may come, go and leave its pages to another between
-any two calls.  So is its *slot*, a row of what the device remembers of a request.  Page 0 and slot 0 are nobody's: a lane that is
-off has count 0 (`generate`: limit 0), pages 0 and slot 0, and changes nothing.
+The pages of a lane are an input; the caller allocates them.  Between two calls a request may start, end, or pass its pages to
+another one.  Its *slot* is an input, too: a row of the data that the device keeps for a request.  Page 0 and slot 0 belong to no
+request.  A lane that is off has count 0 (`generate`: limit 0), pages 0 and slot 0, and changes nothing.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from .sampling import Restriction, Sampling, alternatives, log_probability, rest
 from .settings import PAGE
 
 STOPS = 8
-"""Stop tokens that a lane may have; -1 is none."""
+"""Maximum stop tokens of a lane; -1 is none."""
 
 Result = dict[str, Tensor]
 
 
 class CausalLM(nn.Module):
-    """A model of transformers with its cache.  Its attention is `paged`, or its own over keys that lie in pages
+    """A model of transformers with its cache.  Its attention is `paged`, or its own attention over keys in pages
     (architectures/lane_cache.py).
 
-    The buffers, which calls change: `keys_N` and `values_N` of the N-th layer that has any, (pages, key heads, PAGE, dim);
-    `state_N`, (slots, ...), of layers that carry a state from token to token; `seen`, bool (slots, vocabulary), which tokens the
-    text of a slot has; `deferred` and `biases`, float32 (slots, vocabulary), logits for `choose` and what it adds to them.
+    Calls change these buffers: `keys_N` and `values_N` of the N-th layer with keys, (pages, key heads, PAGE, dim); `state_N`,
+    (slots, ...), of layers with a state; `seen`, bool (slots, vocabulary), the tokens that occur in a slot's text; `deferred` and
+    `biases`, float32 (slots, vocabulary), logits for `choose` and what it adds to them.
     """
 
     def __init__(self, network: Any, pages: int, slots: int, turns: int) -> None:
-        """`network`: of `networks`, with attention over pages.  `pages` of PAGE tokens and `slots`, those of nobody among them;
-        `turns`: tokens that `generate` makes at most.  Raises language-model-refused."""
+        """`network`: from `networks`, with attention over pages.  `pages` of PAGE tokens and `slots`, both including number 0;
+        `turns`: the maximum number of tokens of `generate`.  Raises language-model-refused."""
         super().__init__()
         self.network = ropes_by_length(network)
         self.by_length, self.reread_at = depends_on_length(network.config), reread_length(network)
@@ -81,20 +81,20 @@ class CausalLM(nn.Module):
         self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling,
         length: Tensor | None = None,
     ) -> Result:  # fmt: skip
-        """Reads the first `count` (batch,) of the tokens `ids` (batch, seq), behind the `start` (batch,) tokens that the lane's
-        pages hold; `start` 0 begins a new text.  `pages` (batch, blocks) has those for the chunk, too; `slot` (batch,).  All int64.
+        """Reads the first `count` (batch,) of the tokens `ids` (batch, seq), after the `start` (batch,) tokens in the lane's pages;
+        `start` 0 begins a new text.  `pages` (batch, blocks) includes the pages for the chunk; `slot` (batch,).  All int64.
 
-        Lanes may be pieces of one text, one behind the other, with its pages and slot: all are written before any is read.  The
-        slot remembers the tokens of one of them alone, so texts with a `penalty` have one lane, and so have models with states.
+        Consecutive lanes may be consecutive pieces of one text, with its pages and slot: all are written before any is read.  The
+        slot only records the tokens of one of them.  So texts with a `penalty` need a single lane, and so do models with states.
 
-        Gives `token`, int64 (batch,), the one behind the chunk, which counts where the prompt is at its end; `logprob`, float32
-        (batch,); `top_token`, int64, and `top_logprob`, float32 (batch, 20), zeros unless `sampling.alternatives` asks for any.
+        Returns `token`, int64 (batch,), the token after the chunk, which is valid at the end of the prompt; `logprob`, float32
+        (batch,); `top_token`, int64, and `top_logprob`, float32 (batch, 20), zeros unless `sampling.alternatives` requests them.
 
-        Where `sampling.deferred` is 1, the logits go to the lane's slot for `choose`, whose token counts in place of this one.
+        If `sampling.deferred` is 1, the logits are stored in the lane's slot, and the token of `choose` replaces this one.
 
-        `length`, int64 (batch,), belongs to models whose rope depends on the length of a text, and is the whole prompt's.  Some of
-        these read a text again when it outgrows their first context: `reread`, bool (batch,), says that this comes next.  Then the
-        caller reads the text from its start, with the token that this call gave, and its new length as `length`.
+        `length`, int64 (batch,), is the length of the whole prompt, for models whose rope depends on the length of a text.  Some of
+        these read a text again when it exceeds their original context: `reread`, bool (batch,), says that this is the next step.
+        The caller then reads the text from its start, including the token of this call, with its new length as `length`.
         """
         lanes = Lanes(start, count, pages)
         batch, seq = ids.shape
@@ -103,27 +103,27 @@ class CausalLM(nn.Module):
         else:
             last = torch.arange(batch, device=ids.device) * seq + (count - 1).clamp(min=0)
             logits = self.logits(ids, lanes.positions(seq), Pages(*self._cache(), self.layers, lanes, seq), last, length)
-        counts = torch.arange(seq, device=ids.device) < count[:, None]
+        used = torch.arange(seq, device=ids.device) < count[:, None]
         seen = self.seen[slot] & (start > 0)[:, None]
-        seen = seen.scatter(1, torch.where(counts, ids, ids[:, :1]), True) & (count > 0)[:, None]
+        seen = seen.scatter(1, torch.where(used, ids, ids[:, :1]), True) & (count > 0)[:, None]
         self.seen[slot] = seen
-        kept = (sampling.deferred > 0) & (count > 0)
-        self.deferred[torch.where(kept, slot, 0)] = torch.where(kept[:, None], logits, 0.0)  # of a slot's lanes one alone is kept
+        deferred = (sampling.deferred > 0) & (count > 0)
+        self.deferred[torch.where(deferred, slot, 0)] = torch.where(deferred[:, None], logits, 0.0)  # one lane per slot
         return self._chosen(logits, logits, seen, start + count, sampling) | self._reread(start + count)
 
     def decode(self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling) -> Result:
-        """`prefill` for one token of each lane: `ids` (batch, 1), `count` 1, or 0 where the lane is off."""
+        """Runs `prefill` for one token of each lane: `ids` (batch, 1), `count` 1, or 0 if the lane is off."""
         return self.prefill(ids, count, start, pages, slot, sampling)
 
     def choose(self, slot: Tensor, place: Tensor, sampling: Sampling, restriction: Restriction) -> Result:
-        """Chooses the token of lanes whose `slot` (batch,) has logits: that at `place` (batch,) of the lane's text.  Slot 0 is a
-        lane that is off.  Gives what `prefill` gives; log-probabilities are those before the restriction."""
+        """Chooses the token at `place` (batch,) of a lane's text, from the logits in its `slot` (batch,).  Slot 0 is a lane that is
+        off.  Returns what `prefill` returns; log-probabilities are those before the restriction."""
         logits, biases = self.deferred[slot], with_changes(self.biases[slot], restriction)
         self.biases[slot] = torch.where(slot[:, None] > 0, biases, 0.0)
         return self._chosen(logits, restricted(logits, biases, restriction.mask), self.seen[slot], place, sampling)
 
     def _chosen(self, logits: Tensor, weighed: Tensor, seen: Tensor, place: Tensor, sampling: Sampling) -> Result:
-        """The tokens that `weighed` gives, with their log-probabilities by `logits`."""
+        """Samples tokens from `weighed`, and returns them with their log-probabilities in `logits`."""
         token = sample(weighed, seen, place, sampling)
         best, logprobs = alternatives(logits, sampling.alternatives)
         return {"token": token, "logprob": log_probability(logits, token), "top_token": best, "top_logprob": logprobs}
@@ -131,11 +131,11 @@ class CausalLM(nn.Module):
     def generate(
         self, ids: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling, stop: Tensor, limit: Tensor
     ) -> Result:
-        """Goes on from a token of each lane, `ids` (batch, 1), until one of `stop` (batch, 8), -1 for none, or `limit` (batch,)
-        tokens, at most `turns`.  The lane's pages need a place for every token that is read: `start + limit` in all.  All int64.
+        """Continues after a token of each lane, `ids` (batch, 1), until a token of `stop` (batch, 8), -1 for none, or until `limit`
+        (batch,) tokens, at most `turns`.  The lane's pages need places for all tokens that are read: `start + limit`.  All int64.
 
-        Gives `tokens`, int64 (batch, turns), the stop token among them and -1 behind it; `logprobs`, float32, the same shape; and
-        `count`, int64 (batch,); and `reread` as `prefill` does: a lane ends there, too.
+        Returns `tokens`, int64 (batch, turns), with the stop token and then -1; `logprobs`, float32, the same shape; `count`, int64
+        (batch,); and `reread` as `prefill`: a lane ends there, too.
         """
         batch = ids.shape[0]
         tail, states = self._tail(batch, self.turns), self._states(start, slot)
@@ -177,7 +177,7 @@ class CausalLM(nn.Module):
         return {"tokens": tokens, "logprobs": logprobs, "count": counts} | self._reread(start + counts)
 
     def _reread(self, place: Tensor) -> Result:
-        """Whether the text has to be read again, from its start and with its new length, before its token at `place` is read."""
+        """Returns whether the text must be read again from its start, with its new length, before its token at `place` is read."""
         return {"reread": place == self.reread_at} if self.reread_at else {}
 
     def _cache(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -185,18 +185,18 @@ class CausalLM(nn.Module):
         return keys, values
 
     def _tail(self, batch: int, turns: int) -> list[Tensor]:
-        """Zeros for the keys and the values of so many tokens of every lane, layer by layer."""
+        """Returns zeros for the keys and values of `turns` tokens of every lane, layer by layer."""
         return [
             pool.new_zeros(batch, pool.shape[1], turns, pool.shape[3]) for pair in zip(*self._cache(), strict=True) for pool in pair
         ]
 
     def _states(self, start: Tensor, slot: Tensor) -> list[Tensor]:
-        """What the layers carry of every lane's text: zeros where the text begins."""
+        """Returns the states of every lane: zeros for a new text."""
         states = [self.get_buffer(f"state_{number}")[slot] for number in range(len(self.kept.states))]
         return [where_lanes(start > 0, state, torch.zeros_like(state)) for state in states]
 
     def _keep(self, carried: Sequence[Tensor], lanes: Lanes, slot: Tensor) -> None:
-        """Writes what a loop carried: keys and values onto the pages, states into the slots."""
+        """Writes the tensors that a loop carried: keys and values to the pages, states to the slots."""
         tail, states = carried[: 2 * len(self.layers)], carried[2 * len(self.layers) :]
         for cache, rows in zip([pool for pair in zip(*self._cache(), strict=True) for pool in pair], tail, strict=True):
             write(cache, rows.transpose(1, 2), lanes)
@@ -209,8 +209,8 @@ class CausalLM(nn.Module):
     def _turn(
         self, ids: Tensor, start: Tensor, turn: Tensor, on: Tensor, pages: Tensor, carried: Sequence[Tensor], on_gpu: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """The logits behind one token of each lane, `ids` (batch, 1), the `turn`-th of a loop; and what the loop carries then: the
-        tail of every layer, and states, which stay as they are where a lane is not `on`."""
+        """Returns the logits after one token of each lane, `ids` (batch, 1), in turn `turn` of a loop, and the tensors that the
+        loop carries on: the tail of every layer, and states, which do not change in lanes that are not `on`."""
         tail, states = carried[: 2 * len(self.layers)], carried[2 * len(self.layers) :]
         tokens = Loop(*self._cache(), self.layers, tail, pages, start, turn, on_gpu)
         places = torch.where(on, start + turn, 0)[:, None]
@@ -218,14 +218,14 @@ class CausalLM(nn.Module):
             return self.logits(ids, places, tokens, torch.arange(len(ids), device=ids.device)), tokens.tail
         cache = LaneCache(tokens, self.kept, states)
         logits = self.lane_logits(ids, places, cache, None)
-        # torch 2.11 refuses a loop that gives an operand itself, as that of a layer without attention
+        # torch 2.11 refuses a loop that returns an operand unchanged, as a layer without attention does
         kept = [new.clone() if new is old else new for new, old in zip(tokens.tail, tail, strict=True)]
         return logits, kept + [where_lanes(on, *pair) for pair in zip(cache.states, states, strict=True)]
 
     def _read(self, ids: Tensor, lanes: Lanes, slot: Tensor, length: Tensor | None) -> Tensor:
-        """`prefill` of a model that is called with a row for every lane -> its logits.
+        """`prefill` of a model that takes a row for every lane; returns its logits.
 
-        A state is of all tokens that a row has.  So tokens are read one by one where layers have any.
+        A state covers all tokens of its row, padding too.  So layers with states read tokens one by one.
         """
         seq = ids.shape[1]
         states = self._states(lanes.start, slot)
@@ -256,7 +256,7 @@ class CausalLM(nn.Module):
         return logits
 
     def lane_logits(self, ids: Tensor, places: Tensor, cache: LaneCache, length: Tensor | None) -> Tensor:
-        """ids and places (batch, seq), where all lanes end together -> float32 (batch, vocabulary), of the last token of each."""
+        """ids and places (batch, seq), where all lanes end together -> float32 (batch, vocabulary), of each lane's last token."""
         if self.by_length:
             places = with_length(places, length)
         values = {
@@ -269,9 +269,9 @@ class CausalLM(nn.Module):
     def logits(
         self, ids: Tensor, places: Tensor, cache: Pages | Loop | Probe, rows: Tensor, length: Tensor | None = None
     ) -> Tensor:
-        """ids and places (batch, seq) -> float32 (len(rows), vocabulary), of the tokens at `rows` of all, lane behind lane.
+        """ids and places (batch, seq) -> float32 (len(rows), vocabulary), of the tokens at `rows`, with the lanes concatenated.
 
-        `length` (batch,): of the prompts, as `prefill` takes it.
+        `length` (batch,): of the prompts, as in `prefill`.
         """
         if self.by_length:
             places = with_length(places, length)
@@ -282,5 +282,5 @@ class CausalLM(nn.Module):
 
 
 def where_lanes(on: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Rows of `new` (batch, ...) where a lane is on, bool (batch,), of `old` elsewhere."""
+    """Returns rows of `new` (batch, ...) for lanes that are on, bool (batch,), else of `old`."""
     return torch.where(on.view(-1, *[1] * (new.dim() - 1)), new, old)

@@ -1,5 +1,5 @@
-"""Branches and loops of a graph.  Where no graph is made they are Python's own: torch.cond and torch.while_loop would compile their
-functions first, at every call."""
+"""Branches and loops of a graph.  Without a graph they run as Python code, because torch.cond and torch.while_loop would compile
+their functions at every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Example inputs of a language model's entries: what a build exports, records and proves them with."""
+"""Makes example inputs of a language model's entries, with which a build exports, records and verifies them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .sampling import BIASES, Restriction, Sampling, words_of
 from .settings import PAGE
 
 EXAMPLE_TURNS = 5
-"""Tokens that an example of `generate` makes at most: a build runs it in eager PyTorch, and all turns are alike."""
+"""Maximum tokens of an example of `generate`: a build runs it in eager PyTorch, and all turns are alike."""
 
 UNREAD = 2
-"""A lane begins behind at most a page and so many tokens for every new one.  The first call finds zeros for their keys and values.
-Behind hundreds of zeros rounding grows a hundredfold (SmolLM2: 5e-4 of the log-probabilities, behind none 2e-5)."""
+"""An example lane starts after at most a page plus this many tokens per new token.  Their keys and values are zeros in the first
+call. Hundreds of zeros increase rounding a hundredfold (SmolLM2: 5e-4 of the log-probabilities, without zeros 2e-5)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExampleInputs:
-    """Makes inputs for a CausalLM of this configuration and of these `pages`, `slots` and `turns`; of an AdaptedLM where there are
+    """Makes inputs for a CausalLM with this configuration, `pages`, `slots` and `turns`; for an AdaptedLM if there are
     `adapters`."""
 
     config: PretrainedConfig
@@ -34,31 +34,31 @@ class ExampleInputs:
     adapters: int = 0
 
     def entries(self) -> dict[str, Callable[..., tuple[object, ...]]]:
-        """The methods of a CausalLM that are called, and what makes their inputs; without `generate` where `turns` is 0."""
+        """Returns the entries of a CausalLM and the functions that make their inputs; without `generate` if `turns` is 0."""
         makers: dict[str, Callable[..., tuple[object, ...]]] = {
             "prefill": self.prefill, "decode": self.decode, "choose": self.choose,
         }  # fmt: skip
         return makers | ({"generate": self.generate} if self.turns else {})
 
     def prefill(self, batch: int, seq: int, blocks: int) -> tuple[object, ...]:
-        """Chunks of up to `seq` tokens for `batch` lanes with tables of `blocks` pages."""
+        """Makes chunks of up to `seq` tokens for `batch` lanes with tables of `blocks` pages."""
         ids, count, start, *others = self._chunks(batch, seq, blocks)
         length = [start + count + torch.randint(0, blocks * PAGE, (batch,))] if depends_on_length(self.config) else []
         return ids, count, start, *others, *length
 
     def decode(self, batch: int, blocks: int) -> tuple[object, ...]:
-        """A token for each lane."""
+        """Makes a token for each lane."""
         return self._chunks(batch, 1, blocks)
 
     def generate(self, batch: int, blocks: int) -> tuple[object, ...]:
-        """A token for each lane to go on from."""
+        """Makes the token of each lane after which generation continues."""
         ids, _, start, pages, *others = self._chunks(batch, 1, blocks)
         capacity = (pages > 0).sum(1) * PAGE
         limit = torch.minimum(capacity - start, torch.randint(1, min(self.turns, EXAMPLE_TURNS) + 1, (batch,))).clamp(min=0)
         return ids, start, pages, *others, torch.full((batch, STOPS), -1), limit
 
     def choose(self, batch: int) -> tuple[object, ...]:
-        """A token for each lane, half of all allowed."""
+        """Makes masks that allow half of all tokens."""
         vocabulary, slots = self.config.get_text_config().vocab_size, self.slots - 1
         slot = (1 + torch.randperm(slots)[torch.arange(batch) % slots]) * (torch.arange(batch) < slots)
         mask = torch.randint(-(1 << 31), 1 << 31, (batch, words_of(vocabulary)), dtype=torch.int32)
@@ -67,21 +67,21 @@ class ExampleInputs:
         return slot, torch.randint(0, 1 << 20, (batch,)), sampling_of(batch), restriction
 
     def _chunks(self, batch: int, seq: int, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor, *tuple[object, ...]]:
-        """What `prefill` and `decode` take of every model: ids, count, start, pages, slot, the adapter where there are any, and
-        sampling."""
+        """Returns the inputs of `prefill` and `decode` for every model: ids, count, start, pages, slot, adapter if there are any,
+        and sampling."""
         vocabulary = self.config.get_text_config().vocab_size
         ids, (count, start, pages, slot) = torch.randint(0, vocabulary, (batch, seq)), self._lanes(batch, blocks, seq)
         adapter = [torch.randint(0, self.adapters + 1, (batch,))] if self.adapters else []
         return ids, count, start, pages, slot, *adapter, sampling_of(batch)
 
     def _lanes(self, batch: int, blocks: int, seq: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(count, start, pages, slot) of lanes that share no page, with tokens before and up to `seq` new ones.  Where pages or
-        slots do not suffice, the last lanes are off."""
+        """Returns (count, start, pages, slot) of lanes that share no page, with earlier tokens and up to `seq` new ones.  If there
+        are too few pages or slots, the last lanes are off."""
         share = max(1, min(blocks, (self.pages - 1) // batch))
         number = torch.arange(batch)
         on = (number < self.slots - 1) & ((number + 1) * share < self.pages)
-        order = 1 + torch.randperm(self.pages - 1)
-        pages = order[(number[:, None] * share + torch.arange(blocks)) % (self.pages - 1)]
+        permutation = 1 + torch.randperm(self.pages - 1)
+        pages = permutation[(number[:, None] * share + torch.arange(blocks)) % (self.pages - 1)]
         pages = torch.where(on[:, None] & (torch.arange(blocks) < share), pages, 0)
         count = torch.randint(1, min(seq, share * PAGE) + 1, (batch,))
         room = torch.minimum(share * PAGE - count, UNREAD * count + PAGE)
@@ -90,7 +90,7 @@ class ExampleInputs:
 
 
 def sampling_of(batch: int) -> Sampling:
-    """Lanes of every kind."""
+    """Returns lanes with different kinds of sampling."""
     warm = torch.arange(batch) % 2
     return Sampling(
         temperature=warm * 0.8, top_k=warm * 20, top_p=1 - warm * 0.1, penalty=1 + warm * 0.1,

@@ -42,7 +42,7 @@ WIDTHS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 def read_folder(label: str) -> ModelFolder:
-    """Raises folder-invalid if a file is missing, damaged or quantized."""
+    """Reads a folder.  Raises folder-invalid if a file is missing, damaged or quantized."""
     folder = Path(label)
     config = read_json(folder / CONFIG)
     if not isinstance(config.get("model_type"), str):
@@ -62,16 +62,16 @@ def read_folder(label: str) -> ModelFolder:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files.  Raises folder-invalid if one is missing."""
+    """Returns the safetensors files.  Raises folder-invalid if one is missing."""
     if (folder / INDEX).is_file():
-        named = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
             raise invalid(folder / INDEX, "it has no weight_map from tensors to files", DOWNLOAD)
-        files = [folder / name for name in sorted(set(named.values()))]
+        files = [folder / name for name in sorted(set(weight_map.values()))]
         missing = [path.name for path in files if not path.is_file()]
         if missing:
-            more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise invalid(folder, f"{missing[0]} is missing{more}, which {INDEX} names", DOWNLOAD)
+            others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise invalid(folder, f"{missing[0]} is missing{others}, which {INDEX} names", DOWNLOAD)
         return files
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
@@ -82,7 +82,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_bytes(path: Path) -> dict[str, int]:
-    """The bytes of a file's tensors by their dtype.  Raises folder-invalid for a file that is not in the format safetensors, is
+    """Returns the bytes of a file's tensors by dtype.  Raises folder-invalid for a file that is not in the format safetensors, is
     truncated, or holds 8-bit floats."""
     length = path.stat().st_size
     with path.open("rb") as file:
@@ -106,7 +106,7 @@ def tensor_bytes(path: Path) -> dict[str, int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file.  Raises folder-invalid."""
+    """Returns the object in a file.  Raises folder-invalid."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -119,5 +119,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def invalid(place: Path, what: str, remedy: str) -> ModelError:
-    """The refusal of a folder."""
+    """Returns the error for a folder."""
     return ModelError("folder-invalid", f"{place}: {what}", remedy)

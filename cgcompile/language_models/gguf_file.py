@@ -1,6 +1,6 @@
-"""A GGUF file as a folder in the Hub's layout: weights as float32 in safetensors, configuration and tokenizer.
+"""Converts a GGUF file to a folder in the Hub's layout: weights as float32 in safetensors, configuration and tokenizer.
 
-What is refused before torch and transformers are imported is told by `check_gguf`.
+`check_gguf` checks what is possible before torch and transformers are imported.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ EXTRA = "pip install 'transformers>=5' 'gguf>=0.17' 'accelerate>=1.1'"
 MAGIC = b"GGUF"
 
 MARK = ".from_gguf"
-"""A file in every folder that is written here.  No other folder is replaced: it may hold the user's only copy of a model."""
+"""A file in every folder that this module writes.  Others are not replaced: they may hold the only copy of a model."""
 
 
 def check_gguf(label: str, folder: Path, force: bool) -> None:
-    """Raises source-missing, folder-invalid for a file that is no GGUF, extra-missing, and output-exists or output-unwritable where
+    """Raises source-missing, folder-invalid for a file that is not GGUF, extra-missing, and output-exists or output-unwritable if
     `folder` cannot be written."""
     path = Path(label)
     if not path.is_file():
@@ -37,21 +37,21 @@ def check_gguf(label: str, folder: Path, force: bool) -> None:
             raise ModelError("folder-invalid", f"{label}: not a GGUF file", "download it again")
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
-            what = f"reading a GGUF file needs {package}, of the extras llm and gguf, which is not installed"
-            raise BuildError("extra-missing", what, EXTRA)
+            problem = f"reading a GGUF file needs {package}, of the extras llm and gguf, which is not installed"
+            raise BuildError("extra-missing", problem, EXTRA)
     if folder.exists():
         if not (folder / MARK).is_file():
-            what = f"{folder}: exists, and was not written from a GGUF file; the weights and the tokenizer of {label} go there"
-            raise BuildError("output-unwritable", what, "give -o in another folder")
+            problem = f"{folder}: exists, and was not written from a GGUF file; the weights and the tokenizer of {label} go there"
+            raise BuildError("output-unwritable", problem, "give -o in another folder")
         if not force:
-            what = f"{folder}: exists; the weights and the tokenizer of {label} go there"
-            raise BuildError("output-exists", what, f"give --force, or build the folder: cgcompile build {folder}")
+            problem = f"{folder}: exists; the weights and the tokenizer of {label} go there"
+            raise BuildError("output-exists", problem, f"give --force, or build the folder: cgcompile build {folder}")
 
 
 def write_folder(label: str, folder: Path) -> None:
-    """Writes the folder of a GGUF file, and replaces one that was written so.  Raises folder-invalid for a file that
-    transformers does not read."""
-    import torch  # late: `check_gguf` needs none of it
+    """Writes the folder of a GGUF file, or replaces one that this function wrote.  Raises folder-invalid for a file that
+    transformers cannot read."""
+    import torch  # late: `check_gguf` does not need them
     import transformers
     from transformers import modeling_gguf_pytorch_utils as reader
 
@@ -61,20 +61,20 @@ def write_folder(label: str, folder: Path) -> None:
     path = Path(label).resolve()
     options = {"gguf_file": path.name, "local_files_only": True}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    bar = reader.tqdm  # which `quiet` does not reach (transformers 5.23)
+    bar = reader.tqdm  # `quiet` does not disable it
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
         written = os.path.join(scratch, "folder")
         try:
             reader.tqdm = functools.partial(bar, disable=True)
             with quiet(), _read_once():
                 model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
-                model.hf_quantizer = None  # else save_pretrained refuses: what is written is not quantized
+                model.hf_quantizer = None  # else save_pretrained refuses to write a model that is not quantized
                 model.config.__dict__.pop("quantization_config", None)
                 model.save_pretrained(written)
                 transformers.AutoTokenizer.from_pretrained(path.parent, **options).save_pretrained(written)
         except Exception as error:
-            what = f"{label}: transformers cannot read it: {error_text(error)}"
-            raise ModelError("folder-invalid", what, "build the folder of the same model instead") from error
+            problem = f"{label}: transformers cannot read it: {error_text(error)}"
+            raise ModelError("folder-invalid", problem, "build the folder of the same model instead") from error
         finally:
             reader.tqdm = bar
         Path(written, MARK).write_text(f"{path.name}\n")
@@ -85,8 +85,8 @@ def write_folder(label: str, folder: Path) -> None:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Meanwhile a file is parsed once, and the table of its tensors' names made once.  transformers (5.23) parses it for the
-    configuration, the weights and the tokenizer, and makes the table for every module: together half of the time."""
+    """Caches the parsed file and the table of tensor names during the block.  transformers (5.23) parses the file for
+    configuration, weights and tokenizer, and makes the table for every module: together half of the time."""
     gguf = importlib.import_module("gguf")
     with (
         patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),

@@ -1,8 +1,8 @@
-"""What depends on positions and not on a token's own alone: ropes by the length of the text, temperatures by a count of tokens.
+"""Ropes that depend on the length of the text, and query temperatures that depend on the position.
 
-transformers chooses the factors of `longrope` and `dynamic` ropes by the longest position of a call, which is another request's
-where requests share a call.  What `generate` of a prompt alone would choose: for the prompt's tokens by the prompt's length, for a
-later token by its place.  So a token's number of position carries its text's length in the upper 32 bits.
+transformers chooses the factors of `longrope` and `dynamic` ropes by the longest position of a call, which may belong to another
+request. `generate` of a single prompt chooses them by the prompt's length for the prompt's tokens, and by the position for a later
+token.  So a token's position id carries its text's length in the upper 32 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BY_LENGTH = ("longrope", "dynamic")
 
 
 def with_length(places: Tensor, length: Tensor | None) -> Tensor:
-    """Places (batch, seq) that carry the length of their text, `length` (batch,) or, where that is less, up to the token."""
+    """Adds to positions (batch, seq) the length of their text: `length` (batch,), or position + 1 if that is larger."""
     lengths = places + 1
     if length is not None:
         lengths = torch.maximum(lengths, length[:, None])
@@ -26,13 +26,13 @@ def with_length(places: Tensor, length: Tensor | None) -> Tensor:
 
 
 def depends_on_length(config: PretrainedConfig) -> bool:
-    """Whether a rope of the model depends on the length of the text."""
+    """Returns whether a rope of the model depends on the length of the text."""
     ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return any(rope.get("rope_type") in BY_LENGTH for rope in (ropes, *ropes.values()) if isinstance(rope, dict))
 
 
 def reread_length(network: PreTrainedModel) -> int:
-    """At how many tokens `generate` of the model reads a text once more from its start, with other factors; 0 for none."""
+    """Returns the number of tokens at which `generate` reads a text again from its start, with other factors; 0 for none."""
     prepare = type(network).prepare_inputs_for_generation.__code__
     config = network.config
     if "original_max_position_embeddings" in prepare.co_names and depends_on_length(config):
@@ -41,7 +41,7 @@ def reread_length(network: PreTrainedModel) -> int:
 
 
 def ropes_by_length(network: PreTrainedModel) -> PreTrainedModel:
-    """The model with ropes that take places with lengths."""
+    """Replaces ropes by ropes whose position ids carry lengths."""
     for name, module in list(network.named_modules()):
         kind = getattr(module, "rope_type", None)
         if kind in BY_LENGTH:
@@ -51,7 +51,7 @@ def ropes_by_length(network: PreTrainedModel) -> PreTrainedModel:
 
 
 class LongRope(nn.Module):
-    """`longrope`: one set of factors for texts up to the original context, another beyond it."""
+    """`longrope`: one set of factors for texts up to the original context, another one for longer texts."""
 
     def __init__(self, rope: Any) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class LongRope(nn.Module):
             scale = torch.tensor(values[factors], dtype=torch.float32, device=rope.inv_freq.device)
             exponents = torch.arange(len(scale), device=scale.device).float() / len(scale)
             frequencies.append(1.0 / (scale * base**exponents))
-        if "long_mscale" in inspect.unwrap(type(rope).forward).__code__.co_consts:  # Phi-3.5-MoE's: other scales alone
+        if "long_mscale" in inspect.unwrap(type(rope).forward).__code__.co_consts:  # Phi-3.5-MoE: only the scales differ
             self.scales, frequencies[1] = (values["short_mscale"], values["long_mscale"]), frequencies[0]
         self.register_buffer("short", frequencies[0], persistent=False)
         self.register_buffer("long", frequencies[1], persistent=False)
@@ -75,7 +75,7 @@ class LongRope(nn.Module):
 
 
 class DynamicRope(nn.Module):
-    """`dynamic` (NTK): the base grows with the length of the text, beyond the original context."""
+    """`dynamic` (NTK): beyond the original context, the base grows with the length of the text."""
 
     def __init__(self, rope: Any) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ class DynamicRope(nn.Module):
 
 
 def rotation(angles: Tensor, scale: Tensor | float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of angles (batch, seq, dim / 2) for both halves of a head."""
+    """Returns cosines and sines of angles (batch, seq, dim / 2), repeated for both halves of a head."""
     both = torch.cat((angles, angles), -1)
     return (both.cos() * scale).to(dtype), (both.sin() * scale).to(dtype)
 
 
 def temperatures_by_place(network: PreTrainedModel) -> PreTrainedModel:
-    """The model, whose layers leave it to attention to scale queries by their place, as Llama 4 does where it has no rope: its own
-    code counts the tokens of the call instead."""
+    """Lets attention scale queries by position, for Llama 4 layers without rope: the model's own code would count the tokens of the
+    call instead."""
     for module in network.modules():
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             module.attn_temperature_tuning = False
@@ -110,7 +110,7 @@ def temperatures_by_place(network: PreTrainedModel) -> PreTrainedModel:
 
 
 class Temperature(NamedTuple):
-    """Queries times 1 + `strength` * log(1 + the number of whole `step`s up to the token)."""
+    """Multiplies queries by 1 + `strength` * log(1 + the number of complete `step`s up to the token)."""
 
     step: float
     strength: float

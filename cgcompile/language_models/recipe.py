@@ -1,4 +1,4 @@
-"""From a folder to a model that can be built: how it is made, after it has been compared with transformers."""
+"""Makes the recipe of a folder: a model that is compared with transformers and can be built."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def language_model(
     folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, recorded: bool,
     weights: str | None = None, chunk: Sequence[int] | str = (), adapters: int = 0, adapter_rank: int | None = None,
 ) -> tuple[Recipe, Settings]:  # fmt: skip
-    """`weights`: int8, None for those of the folder.  `adapters`: how many LoRA adapters a loaded bundle holds, of a rank of up to
-    `adapter_rank`.
+    """Returns the recipe and the settings of a folder.  `weights`: int8, or None for the folder's own.  `adapters`: how many LoRA
+    adapters a loaded bundle holds, with a rank of at most `adapter_rank`.
 
-    `gpu`, `recorded` and what is raised: see `settings_for`.  Making the model raises folder-invalid, language-model-refused.
+    For `gpu`, `recorded` and errors see `settings_for`.  Making the model raises folder-invalid, language-model-refused.
     """
-    read = read_folder(folder)
+    model_folder = read_folder(folder)
     config = folder_configuration(folder)
     settings = settings_for(
-        read, context, lanes, dtype, gpu, recorded=recorded, chunk=chunk, pieces=takes_paged(config), adapters=adapters,
+        model_folder, context, lanes, dtype, gpu, recorded=recorded, chunk=chunk, pieces=takes_paged(config), adapters=adapters,
         adapter_rank=adapter_rank,
     )  # fmt: skip
     model = ComparedModel(folder, settings, weights)
@@ -41,13 +41,12 @@ def language_model(
     code = CausalLM.__module__
     if settings.adapters:
         code, entries = AdaptedLM.__module__, entries | {"load_adapter": model.adapter_inputs}
-    recipe = Recipe(name=read.name, label=folder, code=code, model=model, entries=entries, state=settings.state)
+    recipe = Recipe(name=model_folder.name, label=folder, code=code, model=model, entries=entries, state=settings.state)
     return recipe, settings
 
 
 class ComparedModel:
-    """Makes the model of a folder, which it compares with transformers the first time.  Processes that are forked later rely on
-    that."""
+    """Makes the model of a folder.  The first call compares it with transformers; forked processes rely on that comparison."""
 
     def __init__(self, folder: str, settings: Settings, weights: str | None) -> None:
         self._folder, self._settings, self._weights, self._compared = folder, settings, weights, False
@@ -55,7 +54,7 @@ class ComparedModel:
         self._alike: list[Alike] = []
 
     def __call__(self) -> CausalLM:
-        """Raises language-model-refused unless the model gives transformers' text, folder-invalid as `folder_network`."""
+        """Raises language-model-refused if the model's text differs from transformers', folder-invalid as `folder_network`."""
         settings = self._settings
         if not self._compared:
             compare_small(folder_configuration(self._folder), small)
@@ -79,10 +78,10 @@ class ComparedModel:
         return model.eval()
 
     def adapter_inputs(self) -> tuple[object, ...]:
-        """Example inputs of `load_adapter`, once the model is there."""
+        """Returns example inputs of `load_adapter`.  Call it after the model was made."""
         return adapter_inputs(self._alike, self._settings.adapters, self._settings.rank)
 
 
 def small(network: torch.nn.Module) -> CausalLM:
-    """A model with a cache for a comparison."""
+    """Returns a model with a small cache for a comparison."""
     return CausalLM(network, PAGES, SLOTS, TURNS)

@@ -1,6 +1,6 @@
-"""How long, how wide and how exact a language model is built: what the user says, else what its configuration and the machine say.
+"""Chooses sizes and dtype of a language model: from the user, else from its configuration and the machine.
 
-Pure: torch is not imported.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ PAGE = 16
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 LONGEST_GPU, LONGEST_CPU = 8192, 2048
-"""Tokens of a text that are built for unless the user says more: its cache is reserved for every lane."""
+"""Default maximum tokens of a text; the cache is reserved for every lane."""
 
 LANES_GPU, LANES_CPU = (1, 8, 32), (1, 4)
 CHUNKS_GPU, CHUNKS_CPU = (128, 512), (64,)
-"""Tokens of prompts that one call reads."""
+"""Prompt tokens of one call."""
 
 PIECE = 64
-"""Tokens of a prompt in a lane of such a call, as many as a program of kernels/prefill.py takes.  Several prompts share a call."""
+"""Prompt tokens in a lane of such a call, as many as a program of kernels/prefill.py processes.  Several prompts share a call."""
 
 RANK, LARGEST_RANK = 16, 512
-"""Of adapters: the largest rank that a bank takes unless the user says more, and the most that may be said."""
+"""Default maximum rank of adapters, and the limit of this option."""
 
 OF_A_LANE = 2
-"""Pages that each lane has at least where the build runs the model; one text of full length fits besides."""
+"""Minimum pages of each lane when the build runs the model; there is always space for one text of full length."""
 
 TURNS_GPU = 32
-"""Tokens that one call of `generate` makes at most.  On a CPU a call costs little beside its work: `decode` serves."""
+"""Maximum tokens of one call of `generate`.  On a CPU the overhead of a call is small, and `decode` suffices."""
 
 LOOPED = 32
-"""Lanes of `generate`, at most: of more the step takes long enough for a server to prepare the next one meanwhile."""
+"""Maximum lanes of `generate`.  With more lanes a step takes so long that a server can prepare the next one meanwhile."""
 
 RECORDING = 2 << 30
-"""Bytes of a GPU that recording takes beside weights and state."""
+"""Bytes of a GPU that recording needs in addition to weights and state."""
 
 UNKNOWN_GPU = 32 << 30
-"""Bytes that the cache may take on a GPU that is not here."""
+"""Maximum bytes of the cache if the GPU is not in this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """`context`: tokens of the longest text; `lanes`: texts in one call; `chunks`: tokens of prompts that a call reads, in lanes of
-    `piece`, 0 for one lane; `turns`: of `generate`, 0 for none; `pages` and `slots` as CausalLM takes them, the fewest that a load
-    may ask for; `most_pages`: as many as all lanes fill; `page_bytes`: what a page takes, about; `adapters` of up to `rank`: how
-    many a bank holds, 0 for no bank."""
+    """`context`: tokens of the longest text; `lanes`: texts in one call; `chunks`: prompt tokens of a call, in lanes of `piece`
+    tokens, 0 for one lane; `turns`: of `generate`, 0 for none; `pages` and `slots`: as in CausalLM, the minimum for a load;
+    `most_pages`: the number that fills all lanes; `page_bytes`: approximate bytes of a page; `adapters`: the size of the bank, 0
+    for none; `rank`: their maximum rank."""
 
     context: int
     lanes: tuple[int, ...]
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def state(self) -> dict[str, tuple[str, int]]:
-        """Which buffers a load gives how many rows, as state() says it."""
+        """Maps buffers to the dimension and maximum of their rows that a load chooses, in the format of state()."""
         pages = ("pages", self.most_pages)
         rows = ("slots", self.slots)
         return {"keys_*": pages, "values_*": pages, "seen": rows, "deferred": rows, "biases": rows}
@@ -92,32 +92,32 @@ def check_settings(
     folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, chunk: Sequence[int] | str = (),
     adapters: int = 0, adapter_rank: int | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-    """The lanes and the chunks as numbers, none where the user gives none.  Raises option-invalid."""
+    """Returns lanes and chunks as numbers, () for defaults.  Raises option-invalid."""
     if dtype is not None and dtype not in DTYPES:
         raise BuildError("option-invalid", f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     longest = longest_text(folder)
     if context is not None and not PAGE <= context <= longest:
-        what = f"context {context}: expected {PAGE} to {longest} tokens, the longest text of {folder.name}"
-        raise BuildError("option-invalid", what)
+        problem = f"context {context}: expected {PAGE} to {longest} tokens, the longest text of {folder.name}"
+        raise BuildError("option-invalid", problem)
     numbers, chunks = numbers_of(lanes), numbers_of(chunk)
     if any(number < 1 for number in numbers) or len(set(numbers)) < len(numbers):
-        what = f"lanes {lanes!r}: expected distinct positive whole numbers"
-        raise BuildError("option-invalid", what, "for example --lanes 1,8,32")
+        problem = f"lanes {lanes!r}: expected distinct positive whole numbers"
+        raise BuildError("option-invalid", problem, "for example --lanes 1,8,32")
     if any(number < PIECE or number % PIECE for number in chunks) or len(set(chunks)) < len(chunks):
-        what = f"chunk {chunk!r}: expected distinct multiples of {PIECE} tokens"
-        raise BuildError("option-invalid", what, "for example --chunk 128,512,2048")
+        problem = f"chunk {chunk!r}: expected distinct multiples of {PIECE} tokens"
+        raise BuildError("option-invalid", problem, "for example --chunk 128,512,2048")
     if adapters < 0:
         raise BuildError("option-invalid", f"adapters {adapters}: expected 1 or more, or 0 for none")
     if adapter_rank is not None and not adapters:
-        what = "adapter_rank is the largest rank of adapters, and the bundle is to have none"
-        raise BuildError("option-invalid", what, "give --adapters, too: how many there may be")
+        problem = "adapter_rank is the largest rank of adapters, and the bundle is to have none"
+        raise BuildError("option-invalid", problem, "give --adapters, too: how many there may be")
     if adapter_rank is not None and not 1 <= adapter_rank <= LARGEST_RANK:
         raise BuildError("option-invalid", f"adapter_rank {adapter_rank}: expected 1 to {LARGEST_RANK}")
     return tuple(sorted(numbers)), tuple(sorted(chunks))
 
 
 def numbers_of(text: Sequence[int] | str) -> tuple[int, ...]:
-    """Whole numbers, or (0,) for what is none."""
+    """Parses integers; returns (0,) for invalid text."""
     try:
         return tuple([int(word) for word in (text.split(",") if isinstance(text, str) else text) if str(word).strip()])
     except ValueError:
@@ -129,22 +129,22 @@ def settings_for(
     recorded: bool = False, chunk: Sequence[int] | str = (), pieces: bool = False, adapters: int = 0,
     adapter_rank: int | None = None,
 ) -> Settings:  # fmt: skip
-    """`pieces`: whether a prefill call may have several lanes of one text.  `gpu`: the bytes that the GPU has, 0 where it is not
-    here and nobody knows, None for a processor.  `recorded`: the model is captured on that GPU, which has to hold the cache several
-    times meanwhile.  Raises option-invalid."""
+    """Returns the settings.  `pieces`: whether a prefill call may have several lanes of one text.  `gpu`: the bytes of the GPU, 0
+    if unknown, None for a processor.  `recorded`: the model is captured on that GPU, which then holds the cache several times.
+    Raises option-invalid."""
     numbers, chunks = check_settings(folder, context, lanes, dtype, chunk, adapters, adapter_rank)
     rank = (adapter_rank or RANK) if adapters else 0
     numbers = numbers or (LANES_CPU if gpu is None else LANES_GPU)
-    wanted = context or min(longest_text(folder), LONGEST_CPU if gpu is None else LONGEST_GPU)
-    blocks = max(1, wanted // PAGE)
+    longest = context or min(longest_text(folder), LONGEST_CPU if gpu is None else LONGEST_GPU)
+    blocks = max(1, longest // PAGE)
     kind = dtype or ("float32" if gpu is None else configured_dtype(folder))
     page = PAGE * token_bytes(folder) * DTYPES[kind]
-    room = cache_room(gpu, (folder.weights + adapters * adapter_numbers(folder, rank)) * DTYPES[kind], recorded)
+    free_bytes = cache_room(gpu, (folder.weights + adapters * adapter_numbers(folder, rank)) * DTYPES[kind], recorded)
     pages = max(blocks, min(blocks, OF_A_LANE) * numbers[-1])
-    if pages > room // page:
-        need, has = -(-pages * page >> 20), max(0, room >> 20)
-        what = f"context {blocks * PAGE}: the cache takes about {need} MiB at least, and there is room for {has}"
-        raise BuildError("option-invalid", what, "give a smaller --context, or --dtype bfloat16")
+    if pages > free_bytes // page:
+        need, available = -(-pages * page >> 20), max(0, free_bytes >> 20)
+        problem = f"context {blocks * PAGE}: the cache takes about {need} MiB at least, and there is room for {available}"
+        raise BuildError("option-invalid", problem, "give a smaller --context, or --dtype bfloat16")
     chunks = chunks or (CHUNKS_CPU if gpu is None else CHUNKS_GPU)
     chunks = tuple([size for size in chunks if size <= blocks * PAGE]) or (blocks * PAGE,)
     piece = PIECE if pieces and not any(size % PIECE for size in chunks) else 0
@@ -156,13 +156,13 @@ def settings_for(
 
 
 def longest_text(folder: ModelFolder) -> int:
-    """Tokens of the longest text that the configuration names."""
+    """Returns the longest text of the configuration, in tokens."""
     names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
     return next((value for name in names if type(value := folder.text.get(name)) is int and value >= PAGE), 1 << 20)
 
 
 def configured_dtype(folder: ModelFolder) -> str:
-    """The dtype that config.json names, else bfloat16."""
+    """Returns the dtype of config.json, else bfloat16."""
     for part in (folder.text, folder.config):
         for name in ("dtype", "torch_dtype"):
             if (value := str(part.get(name) or "").removeprefix("torch.")) in DTYPES:
@@ -171,18 +171,18 @@ def configured_dtype(folder: ModelFolder) -> str:
 
 
 def number_in(folder: ModelFolder, *names: str, other: int) -> int:
-    """A positive number of the configuration, by the first of `names` that it has."""
+    """Returns a positive number of the configuration, by the first of `names` that it has."""
     return next((value for name in names if type(value := folder.text.get(name)) is int and value > 0), other)
 
 
 def layers_and_width(folder: ModelFolder) -> tuple[int, int]:
-    """How many layers the decoder has, and how many numbers a token has between them."""
+    """Returns the number of decoder layers, and the width of the hidden state."""
     layers = number_in(folder, "num_hidden_layers", "n_layer", "n_layers", "num_layers", other=32)
     return layers, number_in(folder, "hidden_size", "n_embd", "d_model", other=4096)
 
 
 def token_bytes(folder: ModelFolder) -> int:
-    """About how many numbers a token has in the cache of all layers: a little more where key heads are not named."""
+    """Returns the approximate number of cache elements per token, for all layers; an upper estimate if key heads are not named."""
     layers, width = layers_and_width(folder)
     heads = number_in(folder, "num_attention_heads", "n_head", "n_heads", other=32)
     key_heads = number_in(folder, "num_key_value_heads", "num_kv_heads", other=heads)
@@ -192,15 +192,15 @@ def token_bytes(folder: ModelFolder) -> int:
 
 
 def adapter_numbers(folder: ModelFolder, rank: int) -> int:
-    """About how many numbers an adapter of a rank has, of four projections of attention and three of the MLP."""
+    """Returns the approximate number of elements of an adapter: four projections of attention and three of the MLP."""
     layers, width = layers_and_width(folder)
     inner = number_in(folder, "intermediate_size", "n_inner", "ffn_dim", other=4 * width)
     return layers * rank * (4 * 2 * width + 3 * (width + inner))
 
 
 def cache_room(gpu: int | None, weights: int, recorded: bool) -> int:
-    """Bytes that the cache may take: a quarter of the memory beside a processor, on a GPU nine tenths of what the weights leave.
-    A GPU that records the model needs room for several caches."""
+    """Returns the maximum bytes of the cache: a quarter of the memory for a processor, 90% of what the weights leave on a GPU.  A
+    GPU that records the model needs space for several caches."""
     if gpu is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     if not gpu:

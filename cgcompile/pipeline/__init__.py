@@ -1,1 +1,1 @@
-"""The stages in order: a build, and the compatibility report that shares its first stages."""
+"""The stages of a build, and the compatibility report, which shares the first stages."""

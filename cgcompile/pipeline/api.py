@@ -1,4 +1,4 @@
-"""build and check: what a user of cgcompile calls.  Light: torch is imported when one of them runs."""
+"""Defines `build` and `check`, the public functions of cgcompile.  torch is imported when one of them runs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ PROVE_BUDGET = 120.0
 """Seconds that interpreting the int_keys of a cross-compiled bundle may take."""
 
 MAX_KEYS = 64
-"""int_keys that are built without being asked: each costs runs of the model, a self-test, and on a GPU a recording."""
+"""Default maximum number of int_keys.  Each int_key costs runs of the model and a self-test, and on a GPU a recording."""
 
 TRACE = "torch.__trace"
-"""The logger that torch prints every graph for (torch 2.11, 2.13).  Its handler takes itself away with the first record, unless
-TORCH_TRACE names a folder: one that is kept from seeing records costs a twentieth of a build."""
+"""The logger to which torch prints every graph (torch 2.11, 2.13).  Its handler removes itself at the first record, unless
+TORCH_TRACE names a folder.  A filter would keep the record from the handler, and the build would take 5% longer."""
 
 
 @contextmanager
 def with_torch(progress: Watcher, module: str) -> Iterator[None]:
-    """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds, and so does
-    that of `module`, one of ours over it: the watcher is told before."""
+    """Imports torch and the module `module` of cgcompile, and runs the body without warnings from torch.export and Inductor.  The
+    imports take seconds, so the watcher gets an event before them."""
     with warnings.catch_warnings(), seldom_collected():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
-        warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")  # it comes from contextlib; any LSTM
+        warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")  # contextlib raises it, for any LSTM
         if "torch" not in sys.modules:
             with Stages(progress)("import") as tell, quick_imports():
                 tell("torch")
@@ -50,25 +50,25 @@ def with_torch(progress: Watcher, module: str) -> Iterator[None]:
 
                 import_module(module)
                 tell.result(f"torch {torch.__version__}")
-        with _logs_kept_back():
+        with _torch_logs_muted():
             yield
 
 
 @contextmanager
-def _logs_kept_back() -> Iterator[None]:
-    """Without the log that torch's own handlers write to stderr: what it says of a model that is refused is in the refusal.  A user
-    who sets TORCH_LOGS asks for it."""
-    wanted = [] if os.environ.get("TORCH_LOGS") else [*logging.root.manager.loggerDict]
-    loggers = [name for name in wanted if name.startswith("torch") and name != TRACE]
+def _torch_logs_muted() -> Iterator[None]:
+    """Filters out what torch's handlers log to stderr.  If torch refuses a model, the error contains the same text.  If the user
+    sets TORCH_LOGS, nothing is filtered."""
+    logger_names = [] if os.environ.get("TORCH_LOGS") else [*logging.root.manager.loggerDict]
+    loggers = [name for name in logger_names if name.startswith("torch") and name != TRACE]
     handlers = [handler for name in loggers for handler in logging.getLogger(name).handlers]
-    nothing = logging.Filter("cgcompile")  # passes records of a logger of this name alone
+    only_cgcompile = logging.Filter("cgcompile")  # passes only records of loggers with this name
     for handler in handlers:
-        handler.addFilter(nothing)
+        handler.addFilter(only_cgcompile)
     try:
         yield
     finally:
         for handler in handlers:
-            handler.removeFilter(nothing)
+            handler.removeFilter(only_cgcompile)
 
 
 def build(
@@ -202,7 +202,8 @@ def build(
                 return build_variants(model, inputs, options)
         with ExitStack() as stack:
             early = record != "cross-compile" and asks_gpu(target)
-            recorders = stack.enter_context(recorder_processes()) if early else None  # its server imports torch, too
+            # the fork server of the recorders imports torch at the same time
+            recorders = stack.enter_context(recorder_processes()) if early else None
             stack.enter_context(with_torch(tell, f"{__package__}.build"))
             from .build import build as run  # late: it imports torch
 
@@ -210,7 +211,7 @@ def build(
 
 
 def _folder_of(model: Any, parent: Path, force: bool, tell: Watcher) -> Path:
-    """The folder that a GGUF file becomes, written.  Raises source-missing, folder-invalid, extra-missing, output-exists."""
+    """Converts a GGUF file to a model folder.  Raises source-missing, folder-invalid, extra-missing, output-exists."""
     folder = gguf_place(model, parent, force)
     with with_torch(tell, f"{__package__}.build"):
         write_gguf(model, folder, Stages(tell))

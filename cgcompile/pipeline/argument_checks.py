@@ -1,6 +1,6 @@
-"""What is wrong with the arguments of build and check, as far as it can be told before torch is imported, which takes seconds.
+"""Checks the arguments of build and check before torch is imported, because that import takes seconds.
 
-Nothing of the user's runs: a model file is read as text.  What its text does not tell is told later, in the same words.
+No user code runs: a model file is only parsed.  Errors that the source text does not show are raised later, with the same texts.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     name = _check_model(model, options.sizes, options.max_keys)
     if options.autotune_timeout is not None:
         check_timeout(options.autotune_timeout, options.autotune)
-    # where torch has to be asked, `build` chooses when it is there: that it is being imported has been told
+    # "auto" and "cuda" need torch: `build` resolves them after it has reported and done the import
     targets = split_targets(options.target)
     if len(targets) > 1:
         _check_targets(targets, options)
-    known = not any(map(asks_torch, targets))
+    resolvable = not any(map(asks_torch, targets))
     if options.split is not None and options.world is None:
         raise BuildError("world-refused", f"split={options.split!r} without world: over how many GPUs?", "add --world 2, or more")
     record = options.record if options.world is None else _check_world(model, options)
     recorder = ""
-    for target in targets if known else ():
+    for target in targets if resolvable else ():
         standalone = bool(options.standalone) and (len(targets) == 1 or is_cpu(target))
-        asked = (target, options.lower, options.specialize, record, options.prove)
-        recorder = choose(*asked, standalone=standalone, autotune=options.autotune).recorder
+        choice = (target, options.lower, options.specialize, record, options.prove)
+        recorder = choose(*choice, standalone=standalone, autotune=options.autotune).recorder
     if name:
         check_free(destination_path(options.out, name), options.force)
     if not options.prove_budget > 0:
@@ -79,7 +79,7 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
 
 
 def _check_world(model: Any, options: Options) -> str:
-    """The recorder of a model over several devices.  Raises world-refused for what cannot be built so."""
+    """Returns the recorder of a model on several devices.  Raises world-refused for models and options that cannot be built so."""
     if options.split not in (None, "layers"):
         raise BuildError("option-invalid", f"split {options.split!r}: expected layers")
     if options.world not in WORLDS:
@@ -97,7 +97,7 @@ def _check_world(model: Any, options: Options) -> str:
 
 
 def check_timeout(timeout: float, autotune: bool) -> None:
-    """Raises limit-invalid for a timeout without autotune, and for one of no time."""
+    """Raises limit-invalid for a timeout without autotune, and for a timeout that is not positive."""
     if not autotune:
         text = f"autotune_timeout is {timeout:g} seconds, and nothing is autotuned"
         raise BuildError("limit-invalid", text, "add --autotune, or leave --autotune-timeout out")
@@ -107,21 +107,21 @@ def check_timeout(timeout: float, autotune: bool) -> None:
 
 
 def _check_allowed(allow: Sequence[str]) -> None:
-    """Raises allow-unknown."""
-    known = [explanation.name for explanation in explanations() if explanation.kind == "finding"] if allow else []
+    """Raises allow-unknown for a name that is not a rule."""
+    rules = [explanation.name for explanation in explanations() if explanation.kind == "finding"] if allow else []
     for name in allow:
-        if name not in known:
-            near = " or ".join(nearest(name, known))
-            raise BuildError("allow-unknown", f"allow {name!r}: no such rule{f' (did you mean {near}?)' if near else ''}")
+        if name not in rules:
+            best = " or ".join(nearest(name, rules))
+            raise BuildError("allow-unknown", f"allow {name!r}: no such rule{f' (did you mean {best}?)' if best else ''}")
 
 
 def _check_targets(targets: Sequence[str], options: Options) -> None:
-    """Raises target-unavailable for targets that cannot be variants of one bundle."""
-    twice = next((name for name in targets if targets.count(name) > 1), None)
-    loose = next((name for name in targets if name in ("auto", "cuda", "")), None)
-    if twice is not None or loose is not None:
-        what = f"{twice} stands twice" if twice is not None else f"{loose or 'nothing'} is no single target"
-        raise BuildError("target-unavailable", f"target {options.target}: {what}", "name each one: --target sm_80,sm_90,x86-64-v3")
+    """Raises target-unavailable, world-refused or option-invalid for a build with variants that is not possible."""
+    duplicate = next((name for name in targets if targets.count(name) > 1), None)
+    unresolved = next((name for name in targets if name in ("auto", "cuda", "")), None)
+    if duplicate is not None or unresolved is not None:
+        cause = f"{duplicate} stands twice" if duplicate is not None else f"{unresolved or 'nothing'} is no single target"
+        raise BuildError("target-unavailable", f"target {options.target}: {cause}", "name each one: --target sm_80,sm_90,x86-64-v3")
     if options.world is not None:
         raise BuildError("world-refused", f"world={options.world}: a model over several devices has no variants")
     if options.record == "capture":
@@ -131,7 +131,7 @@ def _check_targets(targets: Sequence[str], options: Options) -> None:
 
 
 def check_check(model: Any, inputs: Any, sizes: Given, target: str, train: bool, language: LanguageOptions) -> None:
-    """Raises what `check` would raise for these arguments, as `check_build`."""
+    """Raises what `check` would raise for these arguments.  See `check_build`."""
     check_arguments(model, inputs)
     check_packages("host")
     check_folder_options(model, language, {"--sizes": sizes, "--train": train})
@@ -142,7 +142,7 @@ def check_check(model: Any, inputs: Any, sizes: Given, target: str, train: bool,
 
 
 def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
-    """The name that a bundle of the model would have, "" where only the model tells.  Without `max_keys` sizes may be left out."""
+    """Returns the bundle's default name, or "" for a module in memory.  If `max_keys` is None, sizes may be missing."""
     if not isinstance(model, str | os.PathLike):
         return ""
     label = os.fspath(model)
@@ -157,7 +157,7 @@ def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
     else:
         path, _, attribute = label.partition(":")
         module_definitions = _module(path, label)
-    several = module_definitions is not None and "entries" in module_definitions.names  # what it gives is known when it runs
+    several = module_definitions is not None and "entries" in module_definitions.names  # its result is only known when it runs
     for name in (() if attribute else ("model",)) + (() if several else ("inputs",)):
         if module_definitions is not None and module_definitions.lacks(name):
             raise undefined(name, label)
@@ -172,26 +172,26 @@ def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
 
 
 def _module(path: str, label: str) -> Definitions | None:
-    """What the module `path` defines, None where that cannot be told without importing it.  Raises source-missing."""
+    """Returns the definitions of the module `path`, or None if only an import could find them.  Raises source-missing."""
     if path in sys.modules or not all(part.isidentifier() for part in path.split(".")):
         return None
     outer, *inner = path.split(".")
-    places: Sequence[str] | None = None
+    search_path: Sequence[str] | None = None
     for depth, part in enumerate((outer, *inner)):
         name = ".".join([outer, *inner][: depth + 1])
-        spec = _module_spec(name, places)
+        spec = _module_spec(name, search_path)
         if spec is None and not depth:
             raise missing_module(part, label)
         if spec is None or (depth < len(inner) and spec.submodule_search_locations is None):
-            return None  # a package may say at run time where its modules are
-        places = spec.submodule_search_locations
+            return None  # a package may set its __path__ when it is imported
+        search_path = spec.submodule_search_locations
     file = spec.origin if spec is not None else None
     return definitions(Path(file), label) if file and file.endswith(".py") else None
 
 
-def _module_spec(name: str, places: Sequence[str] | None) -> Any:
-    """The specification of a module, found as the importer does, and in the current folder."""
+def _module_spec(name: str, search_path: Sequence[str] | None) -> Any:
+    """Finds the specification of a module with the importers of sys.meta_path, then in the current folder."""
     for finder in sys.meta_path:
-        if (spec := finder.find_spec(name, places)) is not None:
+        if (spec := finder.find_spec(name, search_path)) is not None:
             return spec
-    return PathFinder.find_spec(name, [os.getcwd()]) if places is None else None
+    return PathFinder.find_spec(name, [os.getcwd()]) if search_path is None else None

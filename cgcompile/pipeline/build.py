@@ -63,24 +63,24 @@ BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture
 """By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
 
 PADDED = {"rows": "padded", "zeros": "padded with zeros", "no": "never padded"}
-"""What `Dimension.pad` says, for people."""
+"""Text for each value of `Dimension.pad`."""
 
 AUTOTUNE = "cgcompile.pipeline.best.build"
-"""The same where several lowerings are recorded."""
+"""The module with `build_parts` for several lowerings."""
 
 
 def build(model: Any, inputs: Inputs | None, options: Options, recorders: RecorderProcesses | None = None) -> Built:
-    """See `cgcompile.build`.  `recorders`: of a server that was started before torch was imported."""
+    """See `cgcompile.build`.  `recorders`: processes of a fork server that was started before torch was imported."""
     return _build(model, inputs, options, None, None, recorders)
 
 
 def build_into(model: Any, inputs: Inputs | None, options: Options, folder: Path) -> Built:
-    """The same into `folder`, which is not published."""
+    """Builds into `folder` and does not publish."""
     return _build(model, inputs, options, None, folder)
 
 
 def build_rank(model: str, options: Options, ranks: Ranks, folder: Path) -> Built:
-    """One rank of a model over several devices, beside the processes that build the others, into `folder`."""
+    """Builds one rank of a model on several devices into `folder`, at the same time as the processes of the other ranks."""
     return _build(model, None, options, ranks, folder)
 
 
@@ -93,9 +93,9 @@ def _build(
     recorders: RecorderProcesses | None = None,
 ) -> Built:
     stages = Stages(options.progress)
-    asked = (options.target, options.lower, options.specialize, options.record, options.prove)
-    choosing = partial(choose, *asked, standalone=bool(options.standalone), autotune=options.autotune)
-    early = None if asks_gpu(options.target) else choosing()
+    choice_options = (options.target, options.lower, options.specialize, options.record, options.prove)
+    choose_target = partial(choose, *choice_options, standalone=bool(options.standalone), autotune=options.autotune)
+    chosen_early = None if asks_gpu(options.target) else choose_target()
     with ExitStack() as stack:
         with stages("source") as tell:
             share = (ranks.rank, ranks.size) if ranks and not options.split else None
@@ -103,13 +103,14 @@ def _build(
                 loaded = load_sources(model, inputs, share)
                 loaded = with_rows(loaded, options.state) if options.state else loaded
             mode = stack.enter_context(evaluated(loaded[0], options.train))
-            uncalled = stack.enter_context(ExitStack())
-            fresh = None if ranks or loaded[0].saved else uncalled.enter_context(forked_models(loaded))
-            chosen = early or choosing()  # after the fork: it may start CUDA
+            fresh_stack = stack.enter_context(ExitStack())
+            fresh = None if ranks or loaded[0].saved else fresh_stack.enter_context(forked_models(loaded))
+            chosen = chosen_early or choose_target()  # after the fork, because it may start CUDA
             sizes = _sizes(loaded, options.sizes)
             keys = count_keys(sizes, options.max_keys)
             destination = out_path or destination_path(options.out, loaded[0].name)
-            folder = out_path or stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
+            # locks the path
+            folder = out_path or stack.enter_context(staged_bundle(destination, options.force))
             stack.enter_context(own_buffers(loaded[0].model))
             place = Place(
                 device=chosen.device,
@@ -118,17 +119,17 @@ def _build(
             )
             first = stack.enter_context(placed(loaded[0], chosen.device))
             if fresh:
-                fresh = models_at(place, fresh, [replace(source, model=first.model) for source in loaded], _again(model, options))
+                fresh = models_at(place, fresh, [replace(source, model=first.model) for source in loaded], _reload(model, options))
             sources = [
                 replace(source, device=first.device, target_device=place.target_device, capability=place.capability)
                 for source in loaded
             ]
             builder = AUTOTUNE if options.autotune else BUILDERS[chosen.recorder]
-            with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
+            with quick_imports():  # late: the other recorders do not need the modules of this one (Triton, CUPTI, AOTInductor)
                 build_parts: Callable[..., ManifestParts] = import_module(builder).build_parts
-            several = f", {len(sources)} entries" if len(sources) > 1 else ""
-            chose = f" for {_default(chosen)}" if options.target == "auto" else ""
-            tell.result(f"{first.name}{several}, {_counted(keys, 'int_key')}{chose}{f'; {mode}' if mode else ''}")
+            entries_text = f", {len(sources)} entries" if len(sources) > 1 else ""
+            target_text = f" for {_default(chosen)}" if options.target == "auto" else ""
+            tell.result(f"{first.name}{entries_text}, {_counted(keys, 'int_key')}{target_text}{f'; {mode}' if mode else ''}")
         if sources[0].rows and chosen.recorder == "capture" and options.lower == "eager":
             text = f"{first.label}: state: PyTorch's own kernels hold the number of rows, which a load is to choose"
             raise ModelError("state-refused", text, "leave --lower out, or state()")
@@ -152,7 +153,7 @@ def _build(
                 same_with_more_rows(exported, options.max_paths, tell)
             exported = with_sequences(exported, fresh)
             fresh = None
-            uncalled.close()  # it holds the weights once more
+            fresh_stack.close()  # it holds a second copy of the weights
             signatures = [describe_signature(entry) for entry in exported]
             tell.result(", ".join([_nodes(entry.programs) for entry in exported]))
         with stages("check") as tell:
@@ -173,12 +174,13 @@ def _build(
                 for rules, lowerable in zip(checked, prepared, strict=True)
             ]
             if chosen.recorder == "cross-compile":
-                without = [
+                missing_kernels = [
                     operators_without_kernel(lowerable, rules.placements, sizes[own_source.entry], chosen.target)
                     for lowerable, rules, own_source in zip(prepared, checked, sources, strict=True)
                 ]
                 checked = [
-                    replace(rules, findings=(*rules.findings, *missing)) for rules, missing in zip(checked, without, strict=True)
+                    replace(rules, findings=(*rules.findings, *missing))
+                    for rules, missing in zip(checked, missing_kernels, strict=True)
                 ]
                 _refuse(checked, options)
             if ranks:
@@ -226,18 +228,18 @@ def _build(
 
 
 def _refuse_rows(source: Source, placements: Sequence[Placements], several: bool) -> None:
-    """Raises state-refused where a part of the model is elsewhere than the state whose number of rows a load chooses."""
+    """Raises state-refused for a load-time number of state rows if the model uses several GPUs, or the host beside a GPU."""
     if several:
-        what, remedy = "the model is over several GPUs", "leave state() out"
+        problem, remedy = "the model is over several GPUs", "leave state() out"
     elif any(placed for placement in placements for placed in placement.values()):
-        what, remedy = "operations of the model are on the host, beside a GPU", "`cgcompile check` lists them"
+        problem, remedy = "operations of the model are on the host, beside a GPU", "`cgcompile check` lists them"
     else:
         return
-    raise ModelError("state-refused", f"{source.label}: state: {what}, so a load cannot choose the number of rows", remedy)
+    raise ModelError("state-refused", f"{source.label}: state: {problem}, so a load cannot choose the number of rows", remedy)
 
 
-def _again(model: Any, options: Options) -> Callable[[], Sequence[Source]] | None:
-    """What loads a model once more that is no module in memory."""
+def _reload(model: Any, options: Options) -> Callable[[], Sequence[Source]] | None:
+    """Returns a function that loads the model again, or None for a module in memory."""
     return None if isinstance(model, torch.nn.Module) else partial(load_evaluated, model, options.train)
 
 
@@ -251,8 +253,8 @@ def _finished(
     findings: Sequence[tuple[Finding, ...]],
     origin: Provenance,
 ) -> Manifest | None:
-    """The bundle, written to `folder`, sealed, and proved where it can `run`.  None where the proof of a bundle failed that brings
-    functions of torch's libraries though nobody asked for them: torch's own round as eager PyTorch does."""
+    """Writes the bundle to `folder`, seals it, and replays it if `run`.  Returns None if that fails for a bundle with torch's
+    functions in it and `standalone` is None: the caller then uses torch's libraries, which round as eager PyTorch does."""
     parts = build_parts(spec, folder, stages)
     for entry in spec.entries:
         write_programs(folder, entry.prepared.programs, entry.name)
@@ -260,9 +262,9 @@ def _finished(
     check_layouts(manifest)
     with stages("verify") as tell:
         host_code.attach(folder, manifest)
-        if not run:  # else once it has been replayed beside all that is expected
+        if not run:  # else after the replay, which needs all expected values
             condense(folder, manifest)
-        sealed = seal(folder, with_mismatches(manifest))  # hashes every file: of large weights that takes longest
+        sealed = seal(folder, with_mismatches(manifest))  # hashes every file; large weights take longest
         if not run:
             tell.result(f"every hash and invariant; `cgcompile verify --run` replays it where a GPU of {spec.target} is")
             return sealed
@@ -290,7 +292,7 @@ def _finished(
 
 
 def _empty(folder: Path) -> None:
-    """Takes away what a build has written there."""
+    """Deletes the contents of `folder`."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -299,27 +301,27 @@ def _empty(folder: Path) -> None:
 
 
 def _padded(sources: Sequence[Source], prepared: Sequence[Prepared], dimensions: Sequence[Sequence[Dimension]]) -> str:
-    """Which dimensions are padded, and why those of an entry are not where nothing had to be tried."""
+    """Returns a text that says which dimensions are padded, and why an entry's are not if no padding had to be tried."""
     texts = []
     for source, lowerable, dimension in zip(sources, prepared, dimensions, strict=True):
         why = unpadded(source, lowerable)
         texts += (
-            [", ".join([f"{one.name} {PADDED[one.pad]}" for one in dimension]) + (f": {why}" if why else "")] if dimension else []
+            [", ".join([f"{row.name} {PADDED[row.pad]}" for row in dimension]) + (f": {why}" if why else "")] if dimension else []
         )
     return ", ".join(texts) or "no dimension"
 
 
 def _default(chosen: Chosen) -> str:
-    """What is built for where nobody named a target, and why."""
+    """Returns a text that says which target "auto" chose, and why."""
     return "cpu: no GPU is here" if chosen.recorder == "host" else f"{chosen.target}, the GPU of this machine"
 
 
 def _sizes(sources: Sequence[Source], sizes: Given) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The sizes of every entry's dimensions."""
+    """Returns the sizes of every entry's dimensions."""
     sizes_by_entry = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources})
-    several = len(sources) > 1
+    many = len(sources) > 1
     return {
-        source.entry: declared_sizes(sizes_by_entry[source.entry], source.dimensions, source.saved, source.entry if several else "")
+        source.entry: declared_sizes(sizes_by_entry[source.entry], source.dimensions, source.saved, source.entry if many else "")
         for source in sources
     }
 
@@ -327,9 +329,9 @@ def _sizes(sources: Sequence[Source], sizes: Given) -> dict[str, dict[str, tuple
 def export_entries(
     sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]], tell: Tell, max_paths: int = MAX_PATHS
 ) -> list[Exported]:
-    """Every entry exported over the one model; a constant's name means the same in all.
+    """Exports every entry of the model.  A constant has the same name in all of them.
 
-    What one entry writes to becomes a buffer with its export: entries that were exported before are exported again.
+    Exporting an entry turns the tensors that it writes to into buffers.  Entries that were exported before that are exported again.
     """
     exported = _exported(sources, sizes, tell, max_paths)
     while len(exported[0].flat.snapshot.owners()) < len(exported[-1].flat.snapshot.owners()):
@@ -364,14 +366,14 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _nodes(programs: Programs) -> str:
-    """How large the programs are, and why there is one for each int_key."""
+    """Returns a text with the number of nodes, and why there is one program for each int_key."""
     counts = sorted({len(program.graph.nodes) for _, program in programs.distinct})
     nodes = _counted(counts[0], "node") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} nodes"
     return nodes if programs.dynamic else f"exported per size, {nodes}: {programs.reason}"
 
 
 def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
-    """The options that the manifest names."""
+    """Returns the options for the manifest's provenance."""
     named = {
         "target": options.target, "lower": options.lower, "specialize": options.specialize, "strict": str(options.strict).lower(),
     }  # fmt: skip

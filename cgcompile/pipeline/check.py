@@ -67,7 +67,7 @@ def check(
     """See `cgcompile.check`."""
     with cuda_left_alone():
         sources = load_sources(model, inputs)
-    several = len(sources) > 1
+    many = len(sources) > 1
     by_entry = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
     with ExitStack() as stack:
         mode = stack.enter_context(evaluated(sources[0], train))
@@ -78,15 +78,15 @@ def check(
         if fresh:
             fresh = models_at(Place(device=CPU, target_device=model_device, capability=capability_of(target)), fresh, sources, None)
         sources = tuple([replace(source, target_device=model_device, capability=capability_of(target)) for source in sources])
-        wanted = [_entry_sizes(source, by_entry.get(source.entry), several) for source in sources]
-        exported = [_exported(source, dims, max_paths, alone=not several) for source, dims in zip(sources, wanted, strict=True)]
+        entry_sizes = [_entry_sizes(source, by_entry.get(source.entry), many) for source in sources]
+        exported = [_exported(source, dims, max_paths, alone=not many) for source, dims in zip(sources, entry_sizes, strict=True)]
         exported = _unwritten(exported, max_paths)
-        whole = [one for one in exported if isinstance(one, Exported)]
-        if len(whole) == len(exported):  # entries are called in turns: what one sets, another may read
-            exported = list(with_sequences(whole, fresh))
+        completed = [outcome for outcome in exported if isinstance(outcome, Exported)]
+        if len(completed) == len(exported):  # with_sequences calls the entries in turns: one may read what another one has set
+            exported = list(with_sequences(completed, fresh))
         outcomes = [
-            _report(source, dims, one, target, strict, fallback_ops, max_keys, assumed=source.entry not in by_entry)
-            for source, dims, one in zip(sources, wanted, exported, strict=True)
+            _report(source, dims, outcome, target, strict, fallback_ops, max_keys, assumed=source.entry not in by_entry)
+            for source, dims, outcome in zip(sources, entry_sizes, exported, strict=True)
         ]
     reports, entries = [report for report, _ in outcomes], [entry for _, entry in outcomes if entry is not None]
     if len(entries) == len(sources):
@@ -95,14 +95,14 @@ def check(
 
 
 def _entry_sizes(source: Source, sizes: Given | None, several: bool) -> dict[str, tuple[int, ...]]:
-    """The sizes of one entry from the user, else assumed ones."""
+    """Returns the sizes that the user gave for one entry, else assumed ones."""
     if sizes is None:
         return assumed_sizes(tuple(source.dimensions), source.saved, ASSUMED)
     return declared_sizes(sizes, source.dimensions, source.saved, source.entry if several else "")
 
 
 def _exported(source: Source, sizes: dict[str, tuple[int, ...]], max_paths: int, *, alone: bool) -> Exported | Finding:
-    """The exported entry, or the finding that stopped the export."""
+    """Returns the exported entry, or the finding that stopped the export."""
     try:
         return with_bounded_outputs(export(source, sizes, alone=alone, max_paths=max_paths))
     except ModelError as error:
@@ -112,20 +112,20 @@ def _exported(source: Source, sizes: dict[str, tuple[int, ...]], max_paths: int,
 
 
 def _unwritten(exported: list[Exported | Finding], max_paths: int) -> list[Exported | Finding]:
-    """The entries.  No entry treats a buffer that another one writes to as constant."""
-    whole = [one for one in exported if isinstance(one, Exported)]
+    """Exports entries again, so that none treats a buffer that another entry writes to as constant.  Returns all entries."""
+    completed = [outcome for outcome in exported if isinstance(outcome, Exported)]
     try:
-        unwritten = iter(with_unwritten(whole, max_paths))
+        unwritten = iter(with_unwritten(completed, max_paths))
     except ModelError as error:
         stopped = _stopped(error)
-        written = frozenset().union(*[one.written for one in whole])
-        return [stopped if isinstance(one, Exported) and one.baked.keys() & written else one for one in exported]
-    return [next(unwritten) if isinstance(one, Exported) else one for one in exported]
+        written = frozenset().union(*[outcome.written for outcome in completed])
+        return [stopped if isinstance(outcome, Exported) and outcome.baked.keys() & written else outcome for outcome in exported]
+    return [next(unwritten) if isinstance(outcome, Exported) else outcome for outcome in exported]
 
 
 def _report(
     source: Source,
-    wanted: dict[str, tuple[int, ...]],
+    sizes: dict[str, tuple[int, ...]],
     exported: Exported | Finding,
     target: str,
     strict: bool,
@@ -134,8 +134,8 @@ def _report(
     *,
     assumed: bool,
 ) -> tuple[Report, EntryBuild | None]:
-    """The report of one entry, and the data for a build, None if no bundle can be built."""
-    named, recorder = target, recorder_for(target)
+    """Returns the report of one entry, and the data for a build, or None if no bundle can be built."""
+    target_name, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
     collected: list[Finding] = []
     axes: tuple[tuple[str, str], ...] = ()
@@ -149,21 +149,21 @@ def _report(
     else:
         per_size = exported.programs.reason
         shapes = [(name, shape) for (name, _), shape in zip(exported.flat.like.leaves, exported.shapes, strict=True)]
-        axes = tuple([(name, standing(name, shapes)) for name in wanted])
+        axes = tuple([(name, standing(name, shapes)) for name in sizes])
         checked = check_rules(
             exported, target, fallback_ops, conditionals=recorder in CONDITIONALS, cross_compiled=recorder == "cross-compile"
         )
         collected += checked.findings
         if not any(finding.severity == "refuse" for finding in collected):
-            signature = describe_signature(exported)  # raises what a build would, and so does the next
+            signature = describe_signature(exported)  # this and the next raise the errors of a build
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
             collected += widened_bound(prepared)
-            entry = EntryBuild(source=source, prepared=prepared, sizes=wanted, dimensions=(), placements=checked.placements)
+            entry = EntryBuild(source=source, prepared=prepared, sizes=sizes, dimensions=(), placements=checked.placements)
             if recorder == "cross-compile":
-                collected += operators_without_kernel(prepared, checked.placements, wanted, named)
+                collected += operators_without_kernel(prepared, checked.placements, sizes, target_name)
         if target == "cuda":
             try:
-                largest = tuple([values[-1] for values in wanted.values()])
+                largest = tuple([values[-1] for values in sizes.values()])
                 program = exported.programs.at(largest)
                 parts = partition(program, checked.placements[largest])
             except BuildError as error:
@@ -171,26 +171,25 @@ def _report(
             else:
                 regions, returned = _regions(parts, exported, program)
                 collected = _with_partition(collected, parts, program)
-    collected += too_many_keys(wanted, max_keys)
+    collected += too_many_keys(sizes, max_keys)
     if strict:
         collected = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in collected]
     collected.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
     report = Report(
-        name=source.name, entry=source.entry, others=(), target=target, sizes=tuple(wanted.items()), axes=axes,
-        assumed=tuple(wanted) if assumed else (),
+        name=source.name, entry=source.entry, others=(), target=target, sizes=tuple(sizes.items()), axes=axes,
+        assumed=tuple(sizes) if assumed else (),
         findings=tuple(collected), regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
     )  # fmt: skip
     return report, entry
 
 
 def _stopped(error: ModelError) -> Finding:
-    """The finding for an error of torch.export.  Raises `error` if no rule describes it."""
+    """Returns the finding for an error of torch.export.  Raises `error` if no rule describes it."""
     cause = error.__cause__.__cause__ if isinstance(error.__cause__, WayStopped) else error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")
     caller = called_by(cause) if cause is not None else ""
-    if (
-        isinstance(cause, PathsRefused) and error.code == cause.obstacle.rule == "data-dependent-branch"
-    ):  # torch.export was not asked: the ways through the model's Python are too many
+    if isinstance(cause, PathsRefused) and error.code == cause.obstacle.rule == "data-dependent-branch":
+        # the model's Python code has too many paths, so torch.export was not called
         where, line = cause.obstacle.where, cause.obstacle.source
         rule, message, fix = cause.obstacle.rule, cause.obstacle.message, error.hint
     elif error.code == "data-dependent-branch":
@@ -212,7 +211,7 @@ def _stopped(error: ModelError) -> Finding:
 def _regions(
     parts: Partition, exported: Exported, program: ExportedProgram
 ) -> tuple[tuple[RegionReport, ...], tuple[tuple[str, int], ...]]:
-    """The regions, and the values that return to the caller."""
+    """Returns the reports of the regions, and name and bytes of the values that return to the caller."""
     largest = {name: values[-1] for name, values in exported.sizes.items()}
     modules = region_modules(program, parts, sample(exported.source, largest).tensors)
     nodes = {node.name: node for node in program.graph.nodes}
@@ -221,8 +220,8 @@ def _regions(
     returned = dict(zip(parts.outputs, exported.flat.names, strict=True))
     reads: dict[str, list[tuple[str, int]]] = {}
     for crossing in crossings(parts, modules):
-        known = returned if crossing.target == "call" else input_names
-        reads.setdefault(crossing.target, []).append((known.get(crossing.value, crossing.value), crossing.nbytes))
+        value_names = returned if crossing.target == "call" else input_names
+        reads.setdefault(crossing.target, []).append((value_names.get(crossing.value, crossing.value), crossing.nbytes))
     regions = [
         RegionReport(
             name=part.name, kind=part.kind, reason=part.reason,
@@ -235,7 +234,7 @@ def _regions(
 
 
 def _with_partition(findings: Sequence[Finding], parts: Partition, program: ExportedProgram) -> list[Finding]:
-    """The findings with their effect on the partition, and a note for every graph that was too small."""
+    """Returns the findings with their effect on the partition, and a note for every graph that was too small."""
     nodes = {node.name: node for node in program.graph.nodes}
     exact = [
         replace(finding, effect=effect_of(parts, finding.node)) if finding.severity == "host" and finding.node else finding

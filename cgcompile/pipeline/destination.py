@@ -1,4 +1,4 @@
-"""Where a bundle goes: refused before minutes of work, not after, and in the terms of what the user chose."""
+"""Checks the output path before the build, and turns file system errors into errors about what the user chose."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..util.disk_space import FULL, OUTPUT, disk_full, space_told
 OTHER_NAME = "choose another name with -o"
 
 UNLINKABLE = frozenset({errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES})
-"""What a file system without hard links says, one whose file has too many, and a kernel that lets nobody link another user's."""
+"""Errors of a hard link: no support in the file system, too many links, another user's file under fs.protected_hardlinks."""
 
 
 def destination_path(out: str | os.PathLike[str] | None, name: str) -> Path:
-    """The path of a bundle, by default the model's name + `.cgb`.  Raises output-unwritable where none can be written."""
+    """Returns the bundle's path, by default the model's name + `.cgb`.  Raises output-unwritable."""
     path = Path(out) if out is not None else Path(f"{name}.cgb")
     if path.exists() and not _replaceable(path):
         raise BuildError("output-unwritable", f"{path}: exists and is not a bundle", OTHER_NAME)
@@ -32,14 +32,14 @@ def destination_path(out: str | os.PathLike[str] | None, name: str) -> Path:
 
 
 def _replaceable(path: Path) -> bool:
-    """Whether what is at `path` is a bundle or an empty folder."""
-    from cgbundle.format import file_names  # late: seldom is anything there, and whoever mistypes a name is to know at once
+    """Returns whether `path` is a bundle or an empty folder."""
+    from cgbundle.format import file_names  # late: the path rarely exists, and the check of a mistyped name should stay fast
 
     return path.is_dir() and ((path / file_names.MANIFEST).exists() or not any(path.iterdir()))
 
 
 def check_free(path: Path, force: bool) -> None:
-    """Raises output-exists for a path where something is that is not to be replaced, output-unwritable for its folder."""
+    """Raises output-exists if `path` exists and `force` is False, and output-unwritable if its folder cannot be written."""
     if not force and os.path.lexists(path):
         raise _refusal(path, FileExistsError())
     folder = path.absolute().parent
@@ -49,8 +49,8 @@ def check_free(path: Path, force: bool) -> None:
 
 @contextmanager
 def staged_bundle(path: Path, force: bool) -> Iterator[Path]:
-    """`staged` for the time of a whole build.  Raises output-exists and output-busy at once, or at the end for what came meanwhile;
-    disk-full and output-unwritable for the folder and what is written to it."""
+    """Runs a whole build in `staged`.  Raises output-exists and output-busy at the start; output-exists at the end if the path was
+    created meanwhile.  Raises disk-full and output-unwritable for errors of the folder or its files."""
     with ExitStack() as stack:
         with _destination_errors(path):
             folder = stack.enter_context(staged(path, replace=force))
@@ -61,20 +61,20 @@ def staged_bundle(path: Path, force: bool) -> Iterator[Path]:
             written = error.filename2 or error.filename
             if error.errno in FULL or (isinstance(written, str) and Path(written).is_relative_to(folder)):
                 raise _refusal(path, error) from error
-            raise  # of a file of the model's, say
+            raise  # for example an error of one of the model's files
         with _destination_errors(path):
             stack.close()
 
 
 def link(file: Path, place: Path) -> None:
-    """A hard link, or a copy where there can be none.  Raises FileExistsError."""
+    """Creates a hard link, or a copy if no hard link is possible.  Raises FileExistsError."""
     try:
         os.link(file, place)
     except OSError as error:
         if error.errno not in UNLINKABLE:
             raise
         part_file = place.with_name(f".{uuid4().hex}.part")
-        shutil.copy(file, part_file)  # it takes its own space; all else holds
+        shutil.copy(file, part_file)  # it takes its own disk space; nothing else differs
         part_file.rename(place)
 
 
@@ -87,7 +87,7 @@ def _destination_errors(path: Path) -> Iterator[None]:
 
 
 def _refusal(path: Path, error: OSError) -> BuildError:
-    """What the system refused, of the bundle at `path`."""
+    """Returns the BuildError for an error of the operating system.  `path`: the bundle."""
     if isinstance(error, BlockingIOError):
         return BuildError("output-busy", f"{path}: another process is building this bundle")
     if isinstance(error, FileExistsError):

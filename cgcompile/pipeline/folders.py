@@ -1,4 +1,4 @@
-"""Folders of language models as models for a build: what is wrong with the arguments, and what the options leave open."""
+"""Uses folders of language models as models: checks the arguments, and derives defaults from the folder and the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .records import LanguageOptions, split_targets
 
 NEEDED = ("transformers", "triton")
 EXTRA = "pip install 'transformers>=5' 'triton>=3.6,<3.8'"
-"""What models of `cgcompile.language_models` need beside torch, and what to type for it: the extras `llm` and `compile`."""
+"""What `cgcompile.language_models` needs beside torch, and the command that installs it (the extras `llm` and `compile`)."""
 
 BY_HAND = "write a model file with cgcompile.language_models.causal_lm"
 
@@ -31,36 +31,36 @@ if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
     driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
 print(total.value)
 """
-"""For a process of its own: one that has started CUDA cannot fork new models."""
+"""Prints the bytes of the first GPU.  Runs in a subprocess, because a process that has started CUDA cannot fork new models."""
 
 
 def check_weights(options: LanguageOptions, target: str, record: str = "auto") -> None:
-    """Raises option-invalid for quantized weights that the target, or the dtype, does not have."""
+    """Raises option-invalid for quantized weights that the target or the dtype does not support."""
     if options.weights is None:
         return
     if options.weights != "int8":
         raise BuildError("option-invalid", f"weights {options.weights!r}: expected int8")
     if gpu_memory(target, record) is not None:
-        what = f"weights int8: for processors, and the target is {target}"
-        raise BuildError("option-invalid", what, "add --target cpu, or leave --weights out")
+        problem = f"weights int8: for processors, and the target is {target}"
+        raise BuildError("option-invalid", problem, "add --target cpu, or leave --weights out")
     if options.dtype not in (None, "float32"):
-        what = f"weights int8: calls compute in float32, and the dtype is {options.dtype}"
-        raise BuildError("option-invalid", what, "leave --dtype out")
+        problem = f"weights int8: calls compute in float32, and the dtype is {options.dtype}"
+        raise BuildError("option-invalid", problem, "leave --dtype out")
 
 
 def is_folder(model: Any) -> bool:
-    """Whether a model's name is that of a folder in the Hub's layout.  Raises source-missing."""
+    """Returns whether the model is a folder in the Hub's layout.  Raises source-missing."""
     return isinstance(model, str | os.PathLike) and kind_of(os.fspath(model)) == "folder"
 
 
 def is_gguf(model: Any) -> bool:
-    """Whether a model's name is that of a GGUF file."""
+    """Returns whether the model is the path of a GGUF file."""
     return isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".gguf")
 
 
 def gguf_place(model: Any, parent: Path, force: bool) -> Path:
-    """The folder in `parent` that a GGUF file is to become, named as the file.  Raises what `check_gguf` raises."""
-    from ..language_models.gguf_file import check_gguf  # late: other models need nothing of it
+    """Returns the folder in `parent` for the converted GGUF file; it has the file's name.  Raises what `check_gguf` raises."""
+    from ..language_models.gguf_file import check_gguf  # late: only GGUF files need it
 
     folder = parent / Path(model).stem
     check_gguf(os.fspath(model), folder, force)
@@ -68,7 +68,7 @@ def gguf_place(model: Any, parent: Path, force: bool) -> Path:
 
 
 def write_gguf(model: Any, folder: Path, stages: Stages) -> None:
-    """Writes the folder of a GGUF file.  Raises folder-invalid."""
+    """Converts a GGUF file to a folder.  Raises folder-invalid."""
     with stages("gguf") as tell:
         tell("transformers")
         from ..language_models.gguf_file import write_folder
@@ -78,26 +78,26 @@ def write_gguf(model: Any, folder: Path, stages: Stages) -> None:
 
 
 def check_folder_options(model: Any, options: LanguageOptions, others: dict[str, Any]) -> None:
-    """Raises option-invalid for options that do not go with the model (`others` are those of model files, by what they are called),
-    extra-missing, and folder-invalid for what the folder's files say by themselves."""
+    """Raises option-invalid for options that do not fit the kind of model, extra-missing, and folder-invalid for errors in the
+    folder's files.  `others`: values of the options for model files, by option name."""
     if not is_folder(model):
         named = {"--context": options.context, "--lanes": options.lanes, "--dtype": options.dtype, "--weights": options.weights}
         named |= {"--chunk": options.chunk, "--adapters": options.adapters, "--adapter-rank": options.adapter_rank}
         for name, value in named.items():
             if value:
-                what = f"{name} is for the folder of a language model, and this model is none"
-                raise BuildError("option-invalid", what, f"leave {name} out, or give a folder with config.json")
+                problem = f"{name} is for the folder of a language model, and this model is none"
+                raise BuildError("option-invalid", problem, f"leave {name} out, or give a folder with config.json")
         return
     for name, value in others.items():
         if value:
-            what = f"{name} is for model files, and {os.fspath(model)} is the folder of a language model"
+            problem = f"{name} is for model files, and {os.fspath(model)} is the folder of a language model"
             remedy = "give --context and --lanes" if name == "--sizes" else f"leave it out, or {BY_HAND}"
-            raise BuildError("option-invalid", what, remedy)
+            raise BuildError("option-invalid", problem, remedy)
     for package in NEEDED:
         if importlib.util.find_spec(package) is None:
-            what = f"building a folder needs {package}, of the extra llm, which is not installed"
-            raise BuildError("extra-missing", what, EXTRA)
-    from ..language_models.folder import read_folder  # late: other models need nothing of it
+            problem = f"building a folder needs {package}, of the extra llm, which is not installed"
+            raise BuildError("extra-missing", problem, EXTRA)
+    from ..language_models.folder import read_folder  # late: only these folders need it
     from ..language_models.settings import check_settings
 
     check_settings(
@@ -107,7 +107,7 @@ def check_folder_options(model: Any, options: LanguageOptions, others: dict[str,
 
 
 def folder_model(model: Any, language: LanguageOptions, target: str, record: str, stages: Stages) -> tuple[Any, Any]:
-    """What `build` and `check` make of a folder: a recipe, and the sizes to build."""
+    """Returns the recipe that `build` and `check` use for a folder, and the sizes to build."""
     with stages("folder") as tell:
         tell("transformers")
         from ..language_models.recipe import language_model  # late: it imports transformers
@@ -126,19 +126,19 @@ def folder_model(model: Any, language: LanguageOptions, target: str, record: str
 
 
 def gpu_memory(target: str, record: str) -> int | None:
-    """The bytes of the GPU that is built for, None for processors.  For one target this machine's GPU counts, also where it is of
-    another architecture; 0 where there is none, or several targets."""
+    """Returns the bytes of the target's GPU, or None for processors.  A single GPU target uses the memory of this machine's GPU,
+    even if its architecture differs.  Returns 0 if this machine has none, or for several targets."""
     targets = split_targets(target)
     if all(map(is_cpu, targets)):
         return None
-    here = memory_here() if len(targets) == 1 else 0
-    return None if targets == ["auto"] and not here and record != "cross-compile" else here
+    memory = memory_here() if len(targets) == 1 else 0
+    return None if targets == ["auto"] and not memory and record != "cross-compile" else memory
 
 
 def memory_here() -> int:
-    """The bytes of this machine's first GPU, 0 without one."""
+    """Returns the bytes of this machine's first GPU, or 0 without one."""
     if has_driver():
         with suppress(OSError, ValueError, subprocess.TimeoutExpired):
-            done = subprocess.run([sys.executable, "-c", GPU_MEMORY], capture_output=True, text=True, check=False, timeout=60)
-            return int(done.stdout)
+            completed = subprocess.run([sys.executable, "-c", GPU_MEMORY], capture_output=True, text=True, check=False, timeout=60)
+            return int(completed.stdout)
     return 0

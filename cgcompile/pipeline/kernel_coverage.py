@@ -1,4 +1,4 @@
-"""The rule that one recorder adds to those of every model: without the GPU, all must come down to Triton kernels."""
+"""The rule that only cross-compiling adds: every operation must be lowered to Triton kernels."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..transforms.prepared import Prepared
 def operators_without_kernel(
     prepared: Prepared, placements: Mapping[IntKey, Mapping[str, str]], sizes: Mapping[str, tuple[int, ...]], target: str
 ) -> tuple[Finding, ...]:
-    """The findings of the rule "operator-without-kernel" for `target`, a cross-compiled architecture.
+    """Returns the findings of the rule "operator-without-kernel" for `target`, a cross-compiled architecture.
 
-    Empty in a process that sees another GPU, which cannot look for them: the build's own processes name such an operation later.
+    Returns () in a process that sees a GPU, where it cannot check.  The build's workers report such an operation later.
     """
     if torch.cuda.device_count():
         return ()
-    from ..offline.lower import coverage  # late: Inductor's tables take seconds to import, and only this recorder needs them
+    from ..offline.lower import coverage  # late: Inductor's tables take seconds to import, and only cross-compiling needs them
 
     by_key = {
         key: coverage.operators_without_kernel(program, placements.get(key, {}), arch(target))

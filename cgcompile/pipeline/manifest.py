@@ -1,4 +1,4 @@
-"""The manifest of a build, but for its files: what the stages found, and the target's half."""
+"""Makes the manifest of a build, without its list of files, from the results of the stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..transforms.output_aliases import manifest_aliases
 
 
 def manifest_of(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tuple[Finding, ...]], origin: Provenance) -> Manifest:
-    """`findings` by entry."""
+    """Returns the manifest.  `findings`: those of each entry."""
     names = [row.name for row in parts.weights]
     generator = next((entry.prepared.generator for entry in spec.entries if entry.prepared.generator), "")
     entries = [
@@ -67,6 +67,6 @@ def _dimension(rows: StateRows, names: Sequence[str]) -> StateDimension:
 
 
 def with_mismatches(manifest: Manifest) -> Manifest:
-    """The manifest with a finding for what was accepted though it differs."""
+    """Adds a finding for every accepted difference."""
     entries = [replace(entry, findings=(*entry.findings, *mismatches(manifest, entry))) for entry in manifest.entries]
     return replace(manifest, entries=tuple(entries))

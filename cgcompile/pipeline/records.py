@@ -1,4 +1,4 @@
-"""What build and check are given, and what they give."""
+"""Arguments and results of build and check."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageOptions:
-    """What `build` and `check` take for the folder of a language model: tokens of the longest text, how many texts share a call,
-    how many tokens of prompts one reads, the dtype of weights and cache, int8 for weights of 8 bits, how many LoRA adapters there
-    may be, and their largest rank; None, 0 and () where the user leaves them open."""
+    """Options for the folder of a language model; None, 0 and () mean the default.  `context`: tokens of the longest text.
+    `lanes`: texts of a call.  `chunk`: prompt tokens of a call.  `dtype`: of weights and cache.  `weights`: "int8" for 8 bits.
+    `adapters`: number of LoRA adapters; `adapter_rank`: their largest rank."""
 
     context: int | None = None
     lanes: Sequence[int] | str = ()
@@ -65,7 +65,7 @@ class Options:
 
 
 def split_targets(target: str) -> list[str]:
-    """The targets of a build: `sm_80,sm_90,x86-64-v3` names three."""
+    """Splits the option `target` at its commas."""
     return [name.strip() for name in target.split(",")]
 
 
@@ -151,11 +151,11 @@ class Report:
     def __str__(self) -> str:
         lines = [self._headline()]
         for report in self.reports:
-            of = f"{report.entry}: " if self.others else ""
+            prefix = f"{report.entry}: " if self.others else ""
             for finding in report.findings:
                 where = f" ({finding.where})" if finding.where else ""
                 lines.append(
-                    f"  {of}{finding.severity} {finding.rule}: {finding.message}{where}"
+                    f"  {prefix}{finding.severity} {finding.rule}: {finding.message}{where}"
                     + (f"; {finding.fix}" if finding.fix else "")
                 )
         return "\n".join(lines)

@@ -1,11 +1,11 @@
-"""Sequences of calls: the exported programs beside a model that nobody has called before.
+"""Compares the exported programs with a model that was never called before, over sequences of calls.
 
-The inputs are new to the export.  Every int_key is called with inputs A, B and A again, then all in reverse order, so that what a
-call keeps for a later one shows in the results, whichever sizes come first.  Sizes between the declared ones, which may be padded,
-have no program: there the new model is compared with the one that the build has called.
+The inputs differ from those of the export.  Every int_key is called with inputs A, B and A, then all in reverse order.  So state
+that a call leaves for later calls shows in the results, whichever sizes come first.  Sizes between the declared ones, which may be
+padded, have no program: there the new model is compared with the model that the build has called.
 
-The model is called every time.  A program whose operators draw nothing and write to nothing gives the same for the same inputs, so
-that on the CPU it is called once for them.
+The model is called every time.  Results of a program on the CPU are reused for equal inputs if its operators draw no random numbers
+and write to no tensor.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from ..util.tolerance import compare, is_float
 RULE = "earlier-calls"
 
 FIRST_SEED = 0x9E3779B9
-"""What seeds torch's random numbers for the first call of a sequence; the next ones add 1.  A model that draws numbers once, in its
-first call, must draw others here than in the build's first call, before which inputs() or the model file have seeded them."""
+"""Seed of torch's random numbers for the first call of a sequence; each following call adds 1.  It differs from the seed of the
+build's first call, so that numbers that a model draws once, in its first call, differ too."""
 
 KNOWN = frozenset({"mutated-attribute", "python-random", "clock-read", "unrepeatable-result", "data-dependent-branch"})
-"""Obstacles that end a build, and that explain other results of a new model."""
+"""Obstacles that stop a build and already explain why a new model gives other results."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A call of entry number `entry` at `sizes`, with inputs drawn by `seed`.  `declared`: its sizes are."""
+    """A call of entry number `entry` at `sizes`, with inputs drawn with `seed`.  `declared`: whether these sizes are declared."""
 
     entry: int
     sizes: Mapping[str, int]
@@ -58,15 +58,16 @@ class Call:
 
 
 def with_sequences(exported: Sequence[Exported], models: FreshModels | None) -> list[Exported]:
-    """The entries of one model, with an obstacle where a program differs from the model in some sequence of calls.
+    """Returns the entries of one model, with an obstacle if a program differs from the model in a sequence of calls.
 
-    Without `models` nothing is compared: a saved program has no Python, and a model over several devices runs on none alone.
-    Raises fresh-failed, and eager-failed where a new model raises on inputs that inputs() made.
+    Without `models` nothing is compared: a saved program has no Python code, and a rank cannot run alone.  Raises fresh-failed, and
+    eager-failed if a new model raises an error for inputs that inputs() made.
     """
-    if models is None or any(obstacle.rule in KNOWN for one in exported for obstacle in one.obstacles):
+    if models is None or any(obstacle.rule in KNOWN for entry in exported for obstacle in entry.obstacles):
         return list(exported)
     difference = _compared(exported, models)
-    if difference is not None and _compared(exported, models) is not None:  # on a GPU, rounding may differ from run to run
+    # rounding may differ between runs on a GPU
+    if difference is not None and _compared(exported, models) is not None:
         call, text = difference
         causes = _cause(exported[call.entry], exported, models, call, text)
         return [
@@ -77,7 +78,7 @@ def with_sequences(exported: Sequence[Exported], models: FreshModels | None) -> 
 
 
 def sequence(exported: Sequence[Exported]) -> list[Call]:
-    """The calls, in order."""
+    """Returns the calls in order."""
     keys = [
         (number, dict(zip(entry.sizes, key, strict=True))) for number, entry in enumerate(exported) for key in all_keys(entry.sizes)
     ]
@@ -90,20 +91,20 @@ def sequence(exported: Sequence[Exported]) -> list[Call]:
 
 
 def between(exported: Sequence[Exported]) -> list[Call]:
-    """Calls at a size of every dimension that is not declared, the others being the smallest."""
+    """Returns, for every dimension, a call at a size that is not declared, with the smallest size of the other dimensions."""
     calls = []
     for number, exported_entry in enumerate(exported):
         smallest = {name: values[0] for name, values in exported_entry.sizes.items()}
         for name, values in exported_entry.sizes.items():
-            free = [size for size in range(1, values[-1]) if size not in values]
-            if free:
-                sizes = {**smallest, name: free[len(free) // 2]}
+            undeclared = [size for size in range(1, values[-1]) if size not in values]
+            if undeclared:
+                sizes = {**smallest, name: undeclared[len(undeclared) // 2]}
                 calls.append(Call(entry=number, sizes=sizes, seed=SELF_TEST_SEED, declared=False))
     return calls
 
 
 def _compared(exported: Sequence[Exported], models: FreshModels) -> tuple[Call, str] | None:
-    """The first call at which a program differs from the model, and how, in words."""
+    """Returns the first call at which a program differs from the model, and a text about the difference, or None."""
     with (
         models.new({exported_entry.source.entry: probe_sizes(exported_entry.sizes) for exported_entry in exported}) as model,
         _programs(exported, model.threads) as programs,
@@ -119,13 +120,13 @@ def _compared(exported: Sequence[Exported], models: FreshModels) -> tuple[Call, 
 
 
 def _difference(exported: Exported, programs: _Programs, model: FreshModel, call: Call, seed: int) -> str:
-    """How the results of a call differ, in words, or ""."""
+    """Describes how the results of a call differ, or returns ""."""
     try:
         tensors, mixed = drawn(exported, call)
     except ModelError:
         if call.declared:
             raise
-        return ""  # inputs() makes none at this size
+        return ""  # inputs() does not support this size
     program_results, called = _both(programs, model, call, tensors, seed, reset=False)
     if call.declared and (called.raised or isinstance(program_results, str)):  # a cache of the model may be full
         programs.reset()
@@ -139,14 +140,15 @@ def _difference(exported: Exported, programs: _Programs, model: FreshModel, call
             raise ModelError("eager-failed", f"{called.raised} ({_text(exported, call)}, in a new copy of the model)")
         return ""
     if isinstance(program_results, str):
-        asserted = any(obstacle.rule == "asserted-value" for obstacle in exported.obstacles)  # a bundle refuses such a call by name
+        # a bundle refuses it by this rule
+        asserted = any(obstacle.rule == "asserted-value" for obstacle in exported.obstacles)
         return "" if asserted else f"{_text(exported, call)}: the exported program raises {program_results}"
     bound = coarsest(exported.programs)
     names = [*exported.flat.names, *[f"the input {name!r}" for name, _ in exported.flat.like.leaves]]
     outputs = bounded_outputs(called.outputs, exported.flat.bounded, call.sizes) if exported.flat.bounded else called.outputs
-    for name, want, got in zip(names, (*outputs, *called.inputs), program_results, strict=True):
-        difference = compare(want, got.detach().cpu())
-        if difference.error > (bound if is_float(want.dtype) else 0.0):
+    for name, expected, actual in zip(names, (*outputs, *called.inputs), program_results, strict=True):
+        difference = compare(expected, actual.detach().cpu())
+        if difference.error > (bound if is_float(expected.dtype) else 0.0):
             return f"{_text(exported, call)}: {name}: {difference.text}"
     return ""
 
@@ -154,7 +156,7 @@ def _difference(exported: Exported, programs: _Programs, model: FreshModel, call
 def _both(
     programs: _Programs, model: FreshModel, call: Call, tensors: Sequence[torch.Tensor], number: int, *, reset: bool
 ) -> tuple[Sequence[torch.Tensor] | str, Called]:
-    """What the program gives, or raises, and what the model does, side by side."""
+    """Calls program and model at the same time.  Returns the program's results or error text, and the model's results."""
     seed = FIRST_SEED + number
     model.send(call.entry, tensors, seed, reset)
     try:
@@ -165,25 +167,25 @@ def _both(
 
 
 def drawn(exported: Exported, call: Call) -> tuple[tuple[torch.Tensor, ...], bool]:
-    """The inputs of a call.  Where inputs() gives what it gave the export, whatever the seed, others are mixed of their values:
-    integers in another order, floats between two of them.  Also whether they are."""
+    """Returns the inputs of a call, and whether they are mixed.  If inputs() ignores the seed, its values are mixed: integers in
+    another order, floats between two of the values."""
     tensors = sample(exported.source, call.sizes, call.seed).tensors
-    seen = sample(exported.source, call.sizes).tensors
-    if not all(compare(one, other).error == 0 for one, other in zip(seen, tensors, strict=True)):
+    first = sample(exported.source, call.sizes).tensors
+    if not all(compare(before, now).error == 0 for before, now in zip(first, tensors, strict=True)):
         return tensors, False
     order = torch.Generator().manual_seed(call.seed)
     return tuple([_mixed(tensor, order) for tensor in tensors]), True
 
 
 def _mixed(tensor: torch.Tensor, order: torch.Generator) -> torch.Tensor:
-    """To floats that are all the same, numbers from 0 to 1 are added."""
+    """Returns a tensor with mixed values.  If all floats are equal, random numbers from 0 to 1 are added."""
     flat = tensor.reshape(-1)
-    other = flat[torch.randperm(flat.numel(), generator=order).to(tensor.device)]
+    permuted = flat[torch.randperm(flat.numel(), generator=order).to(tensor.device)]
     if tensor.is_floating_point():
-        part = torch.rand(flat.shape, generator=order).to(flat)
-        alike = bool((flat == other).all())
-        other = flat + part if alike else torch.where(flat == other, flat, flat + part * (other - flat))
-    return other.reshape(tensor.shape)
+        fraction = torch.rand(flat.shape, generator=order).to(flat)
+        equal = bool((flat == permuted).all())
+        permuted = flat + fraction if equal else torch.where(flat == permuted, flat, flat + fraction * (permuted - flat))
+    return permuted.reshape(tensor.shape)
 
 
 def _text(exported: Exported, call: Call) -> str:
@@ -195,58 +197,58 @@ def _text(exported: Exported, call: Call) -> str:
 # --- the programs ----------------------------------------------------------------------------------------------------
 
 
-KEPT = 1 << 28
-"""Bytes of results that are kept for later calls with the same inputs, at most."""
+MAX_RESULT_BYTES = 1 << 28
+"""Maximum bytes of inputs and results that are kept for later calls with the same inputs."""
 
 PURE = ("aten", "prims")
-"""Namespaces of operators that keep nothing of a call.  One of the user's may."""
+"""Namespaces of operators without state.  An operator of the user may have state."""
 
 
 class _Programs:
-    """The exported programs of all entries over the one state, called one after the other."""
+    """Calls the exported programs of all entries, which share one state."""
 
     def __init__(self, exported: Sequence[Exported]) -> None:
         self._exported = exported
         self._modules: dict[int, ProgramModule] = {}
         self._pure = all(_pure(program) for entry in exported for _, program in entry.programs.distinct)
         self._known: dict[Hashable, tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
-        self._free = KEPT
+        self._free = MAX_RESULT_BYTES
         for entry in exported:
             for _, program in entry.programs.distinct:
                 self._modules[id(program)] = ProgramModule([program])
-        known: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         for module in self._modules.values():
             for path, owner in module.programs[0].named_modules():
                 for leaf, tensor in owner._buffers.items():
                     if tensor is not None:
-                        owner._buffers[leaf] = known.setdefault(f"{path}.{leaf}" if path else leaf, tensor)
+                        owner._buffers[leaf] = buffers.setdefault(f"{path}.{leaf}" if path else leaf, tensor)
 
     def call(self, call: Call, tensors: Sequence[torch.Tensor], seed: int) -> tuple[torch.Tensor, ...]:
-        """The outputs, and the inputs after the call."""
-        exported, which = self._exported[call.entry], (call.entry, call.key, call.seed)
-        if which in self._known and all(map(torch.equal, self._known[which][0], tensors)):
-            return self._known[which][1]
+        """Returns the outputs, and the inputs after the call."""
+        exported, call_id = self._exported[call.entry], (call.entry, call.key, call.seed)
+        if call_id in self._known and all(map(torch.equal, self._known[call_id][0], tensors)):
+            return self._known[call_id][1]
         reference = self._modules[id(exported.programs.at(call.key))] if call.declared else exported.flat
         inputs = tuple([tensor.clone() for tensor in tensors])
         results = (*call_eager(reference, inputs, seed), *inputs)
         size = sum(tensor.nbytes for tensor in (*tensors, *results))
         if self._pure and call.declared and size <= self._free and all(tensor.device == CPU for tensor in tensors):
-            self._known[which] = tensors, results
+            self._known[call_id] = tensors, results
             self._free -= size
         return results
 
     def changed(self) -> bool:
-        """Whether calls have written to a buffer."""
+        """Returns whether calls have written to a buffer."""
         return any(module.snapshot.changed() for module in self._modules.values())
 
     def reset(self) -> None:
-        """Puts back what buffers held first."""
+        """Resets buffers to their initial values."""
         for module in self._modules.values():
             module.snapshot.restore()
 
 
 def _pure(program: ExportedProgram) -> bool:
-    """Whether what a program gives depends on its inputs and weights alone, and changes none of them."""
+    """Returns whether the results of a program depend only on its inputs and weights, and it changes none of them."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     targets = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
     return not draws(program) and all(
@@ -259,40 +261,42 @@ def _pure(program: ExportedProgram) -> bool:
 
 @contextmanager
 def _programs(exported: Sequence[Exported], threads: int) -> Iterator[_Programs]:
-    """The programs, which compute with so many threads; at the end the state is what it was."""
-    before = torch.get_num_threads()
+    """Yields the programs and sets the number of threads.  At the end it restores state and number of threads."""
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     programs = _Programs(exported)
     try:
         yield programs
     finally:
         programs.reset()
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
 
 
 # --- the cause -------------------------------------------------------------------------------------------------------
 
 
 def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels, call: Call, text: str) -> list[Obstacle]:
-    """Obstacles that name what a call keeps for later ones, else one that says where results differ."""
-    kept: list[Kept] = []
+    """Returns obstacles that name the attributes that carry data to later calls, or one that describes the difference."""
+    runs: list[Kept] = []
     for seed in (SELF_TEST_SEED, OTHER_SEED, SELF_TEST_SEED):
         calls = [
             (
                 number,
-                drawn(whole, Call(entry=number, sizes=dict(zip(whole.sizes, all_keys(whole.sizes)[0], strict=True)), seed=seed))[0],
+                drawn(entry, Call(entry=number, sizes=dict(zip(entry.sizes, all_keys(entry.sizes)[0], strict=True)), seed=seed))[0],
             )
-            for number, whole in enumerate(entries)
+            for number, entry in enumerate(entries)
         ]
         with models.new({exported_entry.source.entry: probe_sizes(exported_entry.sizes) for exported_entry in entries}) as model:
-            kept.append(model.kept(calls))
-    one, other, again = kept
-    buffers = {name for name, _ in exported.source.model.named_buffers()}  # the build made some of counters
-    one = replace(one, read=one.read - buffers)
+            runs.append(model.kept(calls))
+    first_run, other_inputs, first_inputs_again = runs
+    buffers = {name for name, _ in exported.source.model.named_buffers()}  # the build turned some counters into buffers
+    first_run = replace(first_run, read=first_run.read - buffers)
     method = f"{exported.source.entry}()"
-    drawn_once = [name for name in one.first if name in one.read and one.first[name] != again.first.get(name)]
-    values = [name for name in one.first if name in one.read and one.first[name] != other.first.get(name)]
-    counts = [name for name in one.again if name in one.read and name not in values]
+    drawn_once = [
+        name for name in first_run.first if name in first_run.read and first_run.first[name] != first_inputs_again.first.get(name)
+    ]
+    values = [name for name in first_run.first if name in first_run.read and first_run.first[name] != other_inputs.first.get(name)]
+    counts = [name for name in first_run.again if name in first_run.read and name not in values]
     reasons = [(name, f"{method} sets {name!r} to another value in every process, and later calls read it") for name in drawn_once]
     reasons += [
         (name, f"{method} sets {name!r} from the values of its inputs, and a later call reads it")
@@ -301,7 +305,7 @@ def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels,
     ]
     reasons += [(name, f"{method} changes {name!r} with every call, and reads it") for name in counts]
     if not reasons:
-        sizes = [name for name in one.first if name in one.read]
+        sizes = [name for name in first_run.first if name in first_run.read]
         reasons = [(name, f"{method} sets {name!r} at its first call, and later calls read it") for name in sizes]
     if not reasons:
         where, line = defined(written_method(exported.source.model, exported.source.entry))
@@ -310,5 +314,5 @@ def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels,
     return [
         Obstacle(rule=RULE, message=f"{message} ({text})", where=where, source=line)
         for name, message in reasons
-        for where, line in [one.places.get(name, ("", ""))]
+        for where, line in [first_run.places.get(name, ("", ""))]
     ]

@@ -1,4 +1,4 @@
-"""Models in training mode: rarely meant, so that builds and checks put them into eval() as long as they last."""
+"""Builds and checks put a model in training mode into eval(), because that mode is rarely intended, and restore it at the end."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ..model.load import load_sources
 from ..model.source import Source
 from ..model.user_code import call_user
 
-SAID = "left in training mode, put into eval() (--train keeps it)"
+EVAL_NOTE = "left in training mode, put into eval() (--train keeps it)"
 
 
 @contextmanager
 def evaluated(source: Source, train: bool) -> Iterator[str]:
-    """While it lasts the model is in eval(), unless `train`; then its modules have the modes that they had.
+    """Puts the model into eval() unless `train`, and restores the modes of its modules at the end.
 
-    Gives what to say of it, "" where nothing changes: for a model that is in eval() as a whole, whatever its parts are in, and for
-    one that torch.export made, which has no modes.  Raises source-invalid where the model's own eval() fails."""
+    Yields a note, "" if nothing changes: for a model whose own mode is eval, and for a model from torch.export, which has no modes.
+    Raises source-invalid if the model's eval() fails."""
     modes = [(module, module.training) for module in source.model.modules()]
     try:
-        yield SAID if not train and put_into_eval(source) else ""
+        yield EVAL_NOTE if not train and put_into_eval(source) else ""
     finally:
         for module, mode in modes:
             module.training = mode
 
 
 def load_evaluated(model: Any, train: bool) -> tuple[Source, ...]:
-    """The sources of a model that is made once more, in eval() unless `train`."""
+    """Loads the model again and puts it into eval() unless `train`."""
     sources = load_sources(model)
     if not train:
         put_into_eval(sources[0])
@@ -38,7 +38,7 @@ def load_evaluated(model: Any, train: bool) -> tuple[Source, ...]:
 
 
 def put_into_eval(source: Source) -> bool:
-    """Puts a model that is in training mode into eval(); whether it was one.  Raises source-invalid."""
+    """Puts a model in training mode into eval().  Returns whether it was in training mode.  Raises source-invalid."""
     if source.saved is not None or not source.model.training:
         return False
     return bool(call_user(_put, "eval()", source.label, source.model))
@@ -47,6 +47,6 @@ def put_into_eval(source: Source) -> bool:
 def _put(model: torch.nn.Module) -> bool:
     try:
         model.eval()
-    except NotImplementedError:  # of a module that torch.export made
+    except NotImplementedError:  # raised by a module from torch.export
         return False
     return True

@@ -1,6 +1,6 @@
-"""A build for several targets: one after the other, each from a model of its own, then joined to one bundle with variants.
+"""Builds for several targets, one after the other, each from a newly loaded model, and joins the results to a bundle with variants.
 
-GPUs are cross-compiled, be they here or not: so all variants are held to what eager PyTorch gives, and share one self-test.
+GPUs are always cross-compiled, so all variants are compared with eager PyTorch and share one self-test.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .records import Built, Options, split_targets
 
 
 def build_variants(model: Any, inputs: Inputs | None, options: Options) -> Built:
-    """See `cgcompile.build`, of a target that names several.  Raises variants-differ beside what the build of one raises."""
-    drawn = _generators()
+    """See `cgcompile.build`, for several targets.  Raises variants-differ, and the errors of a build for one target."""
+    restorers = _generator_restorers()
     built: list[Built] = []
     with scratch_folder() as scratch:
         for number, target in enumerate(split_targets(options.target)):
-            for restore in drawn:
+            for restore in restorers:
                 restore()
             folder = scratch / str(number)
             folder.mkdir()
@@ -49,7 +49,7 @@ def build_variants(model: Any, inputs: Inputs | None, options: Options) -> Built
             with stages("variants") as tell:
                 manifests = join_variants(folders, place)
                 tell.result(_verified(place, manifests))
-    seconds = [pair for one in built for pair in one.seconds]
+    seconds = [pair for variant in built for pair in variant.seconds]
     return Built(
         path=destination, manifest=manifests[0], seconds=(*seconds, *stages.seconds),
         variants=tuple([variant_name(manifest.target) for manifest in manifests]),
@@ -57,7 +57,7 @@ def build_variants(model: Any, inputs: Inputs | None, options: Options) -> Built
 
 
 def _options_of(options: Options, target: str) -> Options:
-    """Those of the build of one target; what it tells has the target's name before it."""
+    """Returns the options for the build of one target.  Its progress texts begin with the target's name."""
     chosen = replace(options, target=target, out=None, progress=_naming(options.progress, target))
     if choose(target, options.lower, options.specialize, "auto", options.prove).recorder == "host":
         return chosen
@@ -71,14 +71,14 @@ def _naming(watcher: Watcher, target: str) -> Watcher:
     return watch
 
 
-def _generators() -> tuple[Callable[[], None], ...]:
-    """What puts the generators of random numbers back: a model that draws its weights draws the same ones for every target."""
+def _generator_restorers() -> tuple[Callable[[], None], ...]:
+    """Returns functions that reset random number generators, so that random weights are the same for every target."""
     plain, torch_state = random.getstate(), torch.get_rng_state()
     return (lambda: random.setstate(plain)), (lambda: torch.set_rng_state(torch_state))
 
 
 def _verified(folder: Path, manifests: tuple[Manifest, ...]) -> str:
-    """Loads the bundle in a fresh process, as a server does, and replays the self-test of the variant that it takes there."""
+    """Loads the bundle in a new process, as a server does, and replays the self-test of the variant for this machine."""
     names = ", ".join([variant_name(manifest.target) for manifest in manifests])
     answer = fresh(str(folder))
     if answer.get("code") == "wrong-machine":

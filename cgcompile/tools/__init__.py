@@ -1,3 +1,1 @@
-"""Commands beside the build: benchmarks, differences of two bundles, capture sizes for a request log.
-They use bundles; no stage uses them.
-"""
+"""Commands that use bundles: benchmarks, differences of two bundles, capture sizes for a request log.  No stage uses them."""

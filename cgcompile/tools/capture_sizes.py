@@ -1,14 +1,14 @@
-"""Capture sizes for a log of requests: those that waste the least padding.  Pure.
+"""Chooses capture sizes for a log of requests, with the least padding.  Pure functions.
 
-A request of size s is served by the smallest capture size that holds it, and the rest is padding.  Some best choice consists of
-sizes that occur in the log: lowering a capture size to the largest request that it serves wastes less.  The largest size is always
-among them.  Let s[0] < s[1] < ... be the n distinct sizes, and `reach[j]` the number of requests no larger than s[j].  The fewest
-rows that k capture sizes compute for the requests up to s[j] are
+A request of size s is served by the smallest capture size that holds it; the rest is padding.  An optimal choice needs only sizes
+of the log: reducing a capture size to the largest request that it serves reduces padding.  The largest size of the log is always
+chosen.  Let s[0] < s[1] < ... be the n distinct sizes, and `reach[j]` the number of requests of at most s[j].  The minimum number
+of rows that k capture sizes compute for the requests up to s[j] is
 
     rows[k][j] = min over i < j of rows[k - 1][i] + s[j] * (reach[j] - reach[i])
 
-For one j these are lines in s[j], of slope -reach[i] and height rows[k - 1][i].  Slopes fall and s[j] rises, so the lower envelope
-of the lines so far, kept in a queue, answers all j in O(n): the "convex hull trick".  Whole numbers throughout: nothing rounds.
+For one j these are lines in s[j], with slope -reach[i] and height rows[k - 1][i].  Slopes fall and s[j] rises.  So a queue with the
+lower envelope of the lines answers all j in O(n): the "convex hull trick".  All numbers are integers, so nothing is rounded.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ STDIN = "-"
 """The path that means standard input."""
 
 DIGITS = 15
-"""Digits that a size may have: what is longer is a timestamp or an identifier, not a size."""
+"""Maximum digits of a size: a longer number is a timestamp or an identifier."""
 
 MARGIN = 1.0
-"""Percentage points of waste that are given away for fewer sizes: each costs time to build and memory for its graphs."""
+"""Percentage points of waste that are accepted for fewer sizes, because each size costs build time and memory for its graphs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """Capture sizes, ascending; `served` is the sum of all requests' sizes, `padded` the rows that are computed beside them."""
+    """Capture sizes, ascending.  `served`: the sum of all requests' sizes; `padded`: the number of padded rows."""
 
     sizes: tuple[int, ...]
     served: int
@@ -47,12 +47,12 @@ class Proposal:
 
     @property
     def wasted(self) -> float:
-        """Percent of all computed rows that are padding."""
+        """Padding in percent of all computed rows."""
         return 100 * self.padded / (self.served + self.padded)
 
 
 def read_request_log(path: str, *columns: str) -> tuple[Counter[int], ...]:
-    """How often each size occurs in a file of one size per line, or, for each of `columns`, there in a CSV file with a header.
+    """Counts each size in a file with one size per line, or in each of `columns` of a CSV file with a header.
 
     A CSV file may be separated by commas, semicolons or tabs.  `path` may be "-" for standard input; empty lines are skipped.
     Raises request-log-missing, request-log-invalid (with the line), request-log-column-unknown.
@@ -68,8 +68,8 @@ def read_request_log(path: str, *columns: str) -> tuple[Counter[int], ...]:
 
 
 def propose(counts: Mapping[int, int], most: int, multiple: int = 1) -> tuple[Proposal, ...]:
-    """The best choice of 1, 2, ... `most` capture sizes, all multiples of `multiple`, for requests that occur as `counts` says
-    (size -> how often, both positive); fewer proposals where more sizes would save nothing.
+    """Returns the best choices of 1, 2, ... `most` capture sizes, all multiples of `multiple`, for requests with `counts` (size ->
+    positive count).  Returns fewer proposals if more sizes would save nothing.
 
     n distinct sizes take O(n * most) time and n * most * 8 bytes.  Raises limit-invalid, and request-log-invalid for no counts.
     """
@@ -88,7 +88,7 @@ def propose(counts: Mapping[int, int], most: int, multiple: int = 1) -> tuple[Pr
 
 
 def choose(proposals: Sequence[Proposal], margin: float = MARGIN) -> Proposal:
-    """The fewest sizes whose waste is within `margin` percentage points of the best one's."""
+    """Returns the proposal with the fewest sizes whose waste is within `margin` percentage points of the minimum."""
     best = min(proposal.wasted for proposal in proposals)
     return next(proposal for proposal in proposals if proposal.wasted <= best + margin)
 
@@ -114,26 +114,26 @@ def _lines(text: str, where: str) -> Counter[int]:
     if counts is not None:
         return counts
     line, cell = next((line, cell) for line, cell in enumerate(cells, 1) if cell and _count([cell]) is None)
-    names = _heads(text) if line == 1 else []
+    names = _header(text) if line == 1 else []
     hint = f"name the column that holds the sizes: --column {shlex.quote(names[-1])}" if any(map(str.isidentifier, names)) else ""
     raise BuildError("request-log-invalid", f"{where}: line {line}: {_problem(cell)}", hint)
 
 
 def _column(text: str, column: str, where: str) -> Counter[int]:
-    heads = _heads(text)
-    if heads.count(column) != 1:
-        problem = "more than one column" if column in heads else "no column"
-        raise BuildError("request-log-column-unknown", f"{where}: {problem} {column!r} (columns: {', '.join(heads) or 'none'})")
-    at = heads.index(column)
+    header = _header(text)
+    if header.count(column) != 1:
+        problem = "more than one column" if column in header else "no column"
+        raise BuildError("request-log-column-unknown", f"{where}: {problem} {column!r} (columns: {', '.join(header) or 'none'})")
+    index = header.index(column)
     rows = _rows(text)
     try:
         next(rows)
-        counts = _count(list(map(str.strip, map(itemgetter(at), filter(None, rows)))))
+        counts = _count(list(map(str.strip, map(itemgetter(index), filter(None, rows)))))
         if counts is not None:
             return counts
         rows = _rows(text)
         next(rows)
-        cell = next(cell for row in rows if row and _count([cell := row[at].strip()]) is None)
+        cell = next(cell for row in rows if row and _count([cell := row[index].strip()]) is None)
     except IndexError:
         raise BuildError("request-log-invalid", f"{where}: line {rows.line_num}: no value in column {column!r}") from None
     except csv.Error as error:
@@ -142,12 +142,12 @@ def _column(text: str, column: str, where: str) -> Counter[int]:
 
 
 def _rows(text: str) -> Any:
-    """A `csv.reader`: values are separated by what the header has most of: commas, semicolons, or tabs."""
+    """Returns a `csv.reader`.  The delimiter is the most frequent one in the header: comma, semicolon, or tab."""
     return csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=text.partition("\n")[0].count), strict=True)
 
 
-def _heads(text: str) -> list[str]:
-    """The names in the first line of a CSV file, none where it is not one."""
+def _header(text: str) -> list[str]:
+    """Returns the names in the first line of a CSV file, [] if it is not valid CSV."""
     try:
         return [head.strip() for head in next(_rows(text), [])]
     except csv.Error:
@@ -155,7 +155,7 @@ def _heads(text: str) -> list[str]:
 
 
 def _count(cells: Sequence[str]) -> Counter[int] | None:
-    """How often each size occurs, or None where a cell is no positive whole number in ASCII digits."""
+    """Counts the sizes; returns None if a cell is not a positive integer in ASCII digits."""
     digits = "".join(cells)
     if not (digits.isascii() and digits.isdigit() and all(cells) and max(map(len, cells)) <= DIGITS):
         return None if cells else Counter()
@@ -174,7 +174,7 @@ def _problem(cell: str) -> str:
 
 
 def _cheapest(sizes: Sequence[int], counts: Sequence[int], most: int) -> list[tuple[int, tuple[int, ...]]]:
-    """For k = 1..most the fewest computed rows with k of the `sizes` (ascending, the last always among them), and these."""
+    """Returns for k = 1..most the minimum of computed rows with k of the ascending `sizes`, and these, always with the last one."""
     reach = list(accumulate(counts))
     largest, total = sizes[-1], reach[-1]
     rows = [size * below for size, below in zip(sizes, reach, strict=True)]
@@ -183,40 +183,40 @@ def _cheapest(sizes: Sequence[int], counts: Sequence[int], most: int) -> list[tu
     while len(choices) < most:
         ends = [row + largest * (total - below) for row, below in zip(rows[:-1], reach, strict=False)]
         fewest = min(ends)
-        at = ends.index(fewest)
-        picked = [largest, sizes[at]]
+        index = ends.index(fewest)
+        picked = [largest, sizes[index]]
         for layer in reversed(layers):
-            at = layer[at]
-            picked.append(sizes[at])
+            index = layer[index]
+            picked.append(sizes[index])
         choices.append((fewest, tuple(reversed(picked))))
-        if len(choices) < most:  # the whole layer is for the next one only
+        if len(choices) < most:  # the last iteration needs no further layer
             rows, chosen = _one_more(sizes, reach, rows)
             layers.append(chosen)
     return choices
 
 
 def _one_more(sizes: Sequence[int], reach: Sequence[int], rows: Sequence[int]) -> tuple[list[int], array[int]]:
-    """`rows` for one more capture size, and for every j the i at which that is reached; the head of this file says how.
+    """Returns `rows` for one more capture size, and for every j the i of the minimum; see the docstring of this module.
 
-    `lines` are those of the lower envelope; line n of it is the lowest from `starts[n]` on, a whole number, until line n + 1 is.
+    `lines`: the lower envelope.  Line n is the lowest from the integer `starts[n]` until line n + 1 is.
     """
     lines, starts, best = [0], [0], 0
-    out, chosen = [rows[0]], array("q", [0])
+    next_rows, chosen = [rows[0]], array("q", [0])
     for j in range(1, len(sizes)):
         size = sizes[j]
         while best + 1 < len(lines) and starts[best + 1] <= size:
             best += 1
         i = lines[best]
-        out.append(rows[i] + size * (reach[j] - reach[i]))
+        next_rows.append(rows[i] + size * (reach[j] - reach[i]))
         chosen.append(i)
         height, slope = rows[j], reach[j]
         while True:
             last = lines[-1]
-            start = -((rows[last] - height) // (slope - reach[last]))  # where line j comes down to the last one
+            start = -((rows[last] - height) // (slope - reach[last]))  # where line j meets the last one
             if start > starts[-1] or len(lines) == best + 1:
                 break
             lines.pop()
             starts.pop()
         lines.append(j)
         starts.append(start)
-    return out, chosen
+    return next_rows, chosen

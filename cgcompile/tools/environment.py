@@ -1,4 +1,4 @@
-"""What is installed here, and which targets can be built and run with it: found without importing torch, within a blink."""
+"""Finds out what is installed and which targets can be built and run on this machine, fast and without importing torch."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from ..targets.instruction_sets import LEVELS, Level, check_level, foreign
 from ..targets.requirements import BINDINGS, DRIVER, EXTRA, check_compiler, check_packages, compiler, installed
 from ..util.version import VERSION
 
-TELLING = {
+LEVEL_NAMES = {
     "x86-64-v2": "x86 processors with SSE4.2", "x86-64-v3": "x86 processors with AVX2 and FMA",
     "x86-64-v4": "x86 processors with AVX-512", "armv8-a": "64-bit Arm processors",
     "armv8.2-a": "64-bit Arm processors with LSE (Graviton2, Ampere Altra and later)",
 }  # fmt: skip
-"""What people know a level of processors by."""
+"""Descriptions of the processor levels."""
 
 MAJOR, MINOR = 75, 76
-"""cuDeviceGetAttribute: the compute capability (CUdevice_attribute in cuda.h)."""
+"""The attributes of cuDeviceGetAttribute for the compute capability (CUdevice_attribute in cuda.h)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Something that building or running needs.  `version`: its version and place, "" where it is missing; `use`: what for; `fix`:
-    how to get it."""
+    """A package or tool.  `version`: its version and path, "" if it is missing; `use`: its purpose; `fix`: how to install it."""
 
     name: str
     version: str
@@ -47,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU as the driver describes it; `arch` such as "sm_90", `memory` in bytes."""
+    """A GPU of the CUDA driver.  `arch`: such as "sm_90"; `memory`: bytes."""
 
     name: str
     arch: str
@@ -56,9 +55,9 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetHere:
-    """A target and this machine.  `about`: which machines it is for.  `not_built` and `not_run` say why not here, "" where it can
-    be; `fix` what to do about the first of them.  `recorder`: how it would be recorded, "" where it cannot be built.
-    `standalone`: bundles that need none of torch's libraries run here, whatever `not_run` says of others."""
+    """A target on this machine.  `about`: the machines that it is for.  `not_built` and `not_run`: why it cannot be built or run
+    here, "" if it can; `fix`: a remedy for the first.  `recorder`: its recorder, "" if it cannot be built.  `standalone`: bundles
+    that need no torch libraries run here, regardless of `not_run`."""
 
     name: str
     about: str
@@ -71,7 +70,7 @@ class TargetHere:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """This machine.  `gpus_missing` says why none is seen; `driver` is the CUDA version that the driver is for, "13.0", or ""."""
+    """This machine.  `gpus_missing`: why no GPU is visible.  `driver`: the CUDA version that the driver supports, "13.0", or ""."""
 
     parts: tuple[Part, ...]
     processor: str
@@ -82,7 +81,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Looks at this machine: files, the compiler, the CUDA driver."""
+    """Inspects this machine: packages, compiler, CUDA driver."""
     gpus, driver, missing = _gpus()
     flags = processor_flags()
     level = max([row.name for row in LEVELS if set(row.features) <= flags], default="")
@@ -122,7 +121,7 @@ def _package(name: str, use: str, fix: str, more: str = "") -> Part:
 
 
 def _cuda_of_torch() -> str:
-    """` (CUDA 13.0)` or ` (without CUDA)`, as torch/version.py says, which is read: importing it would import torch."""
+    """Returns ` (CUDA 13.0)` or ` (without CUDA)` from the text of torch/version.py, because importing it would import torch."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():
@@ -143,8 +142,8 @@ def _compiler() -> str:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str, str]:
-    """The GPUs, the driver's version, and why there is none.  The driver is asked through C: neither torch nor cuda-bindings need
-    be installed."""
+    """Returns the GPUs, the driver's version, and why there is no GPU.  Calls the driver through ctypes, because torch and
+    cuda-bindings may not be installed."""
     try:
         cuda = ctypes.CDLL(DRIVER)
     except OSError:
@@ -170,7 +169,7 @@ def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _level(row: Level) -> TargetHere:
-    return _processors(row.name, TELLING[row.name], row)
+    return _processors(row.name, LEVEL_NAMES[row.name], row)
 
 
 def _processors(name: str, about: str, level: Level | None) -> TargetHere:
@@ -181,20 +180,20 @@ def _processors(name: str, about: str, level: Level | None) -> TargetHere:
             check_level(level, machine, flags)
 
     built = _refusal(lambda: check_packages("host"), check_compiler, fits)
-    elsewhere = foreign(level, machine, flags) if level is not None else ""
-    lacking, how = ("", "") if elsewhere else _refusal(lambda: libtorch.find(""))
+    foreign_reason = foreign(level, machine, flags) if level is not None else ""
+    missing, remedy = ("", "") if foreign_reason else _refusal(lambda: libtorch.find(""))
     return TargetHere(
-        name=name, about=about, not_built=built[0], not_run=elsewhere or lacking, recorder="" if built[0] else "host",
-        fix=built[1] or how, standalone=not elsewhere,
+        name=name, about=about, not_built=built[0], not_run=foreign_reason or missing, recorder="" if built[0] else "host",
+        fix=built[1] or remedy, standalone=not foreign_reason,
     )  # fmt: skip
 
 
 def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
-    """`cuda`, and every architecture; also that of a GPU here which is none of ours: it is captured."""
-    here = [gpu.arch for gpu in gpus]
-    known = [row.name for row in ARCHES]
-    abouts = {row.name: f"{row.gpu} and other GPUs of {row.major}.{row.minor}" for row in ARCHES}
-    others = {gpu.arch: gpu.name for gpu in gpus if gpu.arch not in known}
+    """Returns the rows of `cuda` and every architecture, also for a GPU here of an unknown architecture: it can be captured."""
+    local_arches = [gpu.arch for gpu in gpus]
+    known_arches = [row.name for row in ARCHES]
+    descriptions = {row.name: f"{row.gpu} and other GPUs of {row.major}.{row.minor}" for row in ARCHES}
+    unknown_arches = {gpu.arch: gpu.name for gpu in gpus if gpu.arch not in known_arches}
     captured = _refusal(lambda: check_packages("capture"))
     if not gpus:
         captured = missing, "name the GPU that the bundle is for: --target sm_90, or another"
@@ -206,18 +205,20 @@ def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
             recorder="" if captured[0] else "capture", fix=captured[1],
         )
     ]  # fmt: skip
-    for name, about in (abouts | others).items():
-        traced = _refusal(lambda: check_packages("cross-compile")) if name in abouts else ("nobody wrote down its properties", "")
-        capturing = name in here[:1] and not captured[0]
+    for name, about in (descriptions | unknown_arches).items():
+        traced = (
+            _refusal(lambda: check_packages("cross-compile")) if name in descriptions else ("nobody wrote down its properties", "")
+        )
+        capturing = name in local_arches[:1] and not captured[0]
         built = ("", "") if capturing else traced
-        absent = missing or ("" if name in here else f"the GPU here is {', '.join(dict.fromkeys(here))}")
+        absent = missing or ("" if name in local_arches else f"the GPU here is {', '.join(dict.fromkeys(local_arches))}")
         recorder = "capture" if capturing else "" if built[0] else "cross-compile"
         rows.append(TargetHere(name=name, about=about, not_built=built[0], not_run=absent, recorder=recorder, fix=built[1]))
     return rows
 
 
 def _refusal(*checks: Callable[[], object]) -> tuple[str, str]:
-    """What the first of the checks that fails says, and its hint; ("", "") where all pass."""
+    """Returns text and hint of the first check that fails, ("", "") if all pass."""
     for check in checks:
         try:
             check()

@@ -63,15 +63,15 @@ def model_repository(
 
 
 def variant(manifest: Manifest) -> str:
-    """The name of a bundle's folder: `cgbundle1-cu130-sm_90-linux`, `cgbundle1-cpu-x86_64-linux`, and with the level of processors
-    that it was built for, `cgbundle1-cpu-x86-64-v3-linux`."""
+    """Returns the name of a bundle's folder: `cgbundle1-cu130-sm_90-linux`, `cgbundle1-cpu-x86_64-linux`; with a processor level,
+    `cgbundle1-cpu-x86-64-v3-linux`."""
     target = manifest.target
-    on = "cpu" if target.kind == "cpu" else f"cu{target.driver // 1000}{target.driver % 1000 // 10}"
-    return f"cgbundle{manifest.version}-{on}-{target.level or target.arch}-linux"
+    backend = "cpu" if target.kind == "cpu" else f"cu{target.driver // 1000}{target.driver % 1000 // 10}"
+    return f"cgbundle{manifest.version}-{backend}-{target.level or target.arch}-linux"
 
 
 def card(manifests: dict[str, Manifest], *, base_model: str = "", license: str = "") -> str:
-    """The text of README.md: metadata as YAML, what the model takes and gives, the folders, and how to load one."""
+    """Returns the text of README.md: YAML metadata, inputs and outputs, the folders, and how to load a bundle."""
     first = next(iter(manifests.values()))
     metadata: dict[str, object] = {"library_name": "cgbundle", "tags": ["cgbundle", "ahead-of-time", *_targets(manifests)]}
     metadata |= {"license": license} if license else {}

@@ -1,5 +1,5 @@
-"""What becomes of each of PyTorch's operators on a target, as far as its name tells.  A model's own arguments can change the
-answer: `cgcompile check` looks at these.
+"""Reports for each PyTorch operator whether a target supports it, by its name only.  A model's arguments can change the result:
+`cgcompile check` examines them.
 
 Private interfaces (torch 2.11, 2.13): `torch._C._dispatch_get_all_op_names` and `_dispatch_has_kernel_for_dispatch_key`.
 """
@@ -22,11 +22,11 @@ KINDS = {
     "host": "runs on the host, between graphs",
     "no": "refused",
 }
-"""What becomes of an operator."""
+"""The possible results for an operator."""
 
 LEFT_OUT = ("_foreach", "_fused", "_amp_", "_test", "_nested", "_sparse", "_cudnn", "_mkldnn", "_mps", "_miopen", "_thnn", "_cslt",
             "cudnn", "mkldnn", "miopen", "mps", "fbgemm", "sparse", "quantized", "_foobar")  # fmt: skip
-"""How operators begin that belong to one library, to training, or to tensors that are not dense: export makes none of them."""
+"""Prefixes of operators for one library, for training, or for tensors that are not dense.  torch.export emits none of them."""
 
 GENERATOR = "a bundle has no generator for it: pass the random tensor as an input"
 PAIRS = "of complex numbers that the program computes, not of inputs and results"
@@ -35,7 +35,7 @@ ON_HOST = "no Triton kernel: keep it on the host with --fallback-op, or build wh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorKind:
-    """An operator without its overloads, such as "aten.relu"; `kind` is one of KINDS, `why` says more where there is more."""
+    """An operator without its overloads, such as "aten.relu"; `kind` is a key of KINDS; `why` explains it, or is ""."""
 
     name: str
     kind: str
@@ -43,33 +43,33 @@ class OperatorKind:
 
 
 def operators(target: str, progress: Watcher | None = None) -> tuple[OperatorKind, ...]:
-    """All of PyTorch's operators that a program may call, by name.  `target`: as for `check`.  `progress` is told when torch has
-    to be imported.  Raises target-unavailable, extra-missing."""
-    check_packages("host")  # nothing is recorded: what that needs is not asked for
+    """Returns all PyTorch operators that a program may call, by name.  `target`: as for `check`.  `progress`: gets an event when
+    torch is imported.  Raises target-unavailable, extra-missing."""
+    check_packages("host")  # the packages for recording are not needed here
     if not asks_torch(target):
         recorder_for(target)
     with with_torch(progress or silent, "cgcompile.checks.operators"):
         recorder = recorder_for(target)
-        tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "cross-compile": _traced()}[recorder]
+        tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "cross-compile": _crossed()}[recorder]
         return tuple([_merged(name, [tell(op) for op in overloads]) for name, overloads in _aten()])
 
 
 def _aten() -> Iterator[tuple[str, list[Any]]]:
-    """The operators by name, each with its overloads; none that writes to an argument, which export takes apart."""
+    """Yields the operators by name with their overloads, without in-place operators, which torch.export removes."""
     import torch
 
-    known = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
-    for name in sorted({name.removeprefix("aten::").partition(".")[0] for name in known}):
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    for name in sorted({name.removeprefix("aten::").partition(".")[0] for name in registered}):
         if name.endswith(("_", "_out")) or "backward" in name or name.startswith(LEFT_OUT):
             continue
         packet = getattr(torch.ops.aten, name)
         overloads = [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
-        if known_overloads := [op for op in overloads if op.name() in known]:
-            yield f"aten.{name}", known_overloads
+        if registered_overloads := [op for op in overloads if op.name() in registered]:
+            yield f"aten.{name}", registered_overloads
 
 
 def _merged(name: str, verdicts: list[tuple[str, str]]) -> OperatorKind:
-    """What overloads have in common."""
+    """Combines the results of the overloads."""
     kinds = {kind for kind, _ in verdicts}
     if kinds == {"yes", "parts"}:
         kinds = {"yes"}
@@ -79,7 +79,7 @@ def _merged(name: str, verdicts: list[tuple[str, str]]) -> OperatorKind:
 
 
 def _common(op: Any) -> tuple[str, str] | None:
-    """What is the same on every target, None for all else."""
+    """Returns the result that holds for every target, or None."""
     import torch
 
     from ..transforms.rng.rewrite import supported
@@ -94,17 +94,17 @@ def _common(op: Any) -> tuple[str, str] | None:
 
 
 def _compiled(op: Any) -> tuple[str, str]:
-    """For processors: what Inductor does not compile is called in libtorch."""
+    """Returns the result for processors: operators that Inductor does not compile are called in libtorch."""
     return _common(op) or (("parts", "") if _is_composite(op) else ("yes", ""))
 
 
 def _captured(op: Any) -> tuple[str, str]:
-    """For a GPU that is here: PyTorch's libraries are captured, too."""
-    return _common(op) or _waits(op) or (("parts", "") if _is_composite(op) else ("yes", ""))
+    """Returns the result for capturing on a GPU, which includes PyTorch's libraries."""
+    return _common(op) or _uncapturable(op) or (("parts", "") if _is_composite(op) else ("yes", ""))
 
 
-def _traced() -> Callable[[Any], tuple[str, str]]:
-    """Cross-compiled: all has to come down to Triton."""
+def _crossed() -> Callable[[Any], tuple[str, str]]:
+    """Returns the function for cross-compiling, where every operator must become Triton kernels."""
     from ..offline.decompose.complex_numbers import RULES
     from ..offline.decompose.decompositions import REPLACED, decompositions
     from ..offline.lower.coverage import FREE, chooses, falls_back
@@ -112,8 +112,8 @@ def _traced() -> Callable[[Any], tuple[str, str]]:
     table = decompositions()
 
     def tell(op: Any) -> tuple[str, str]:
-        if known := _common(op) or _waits(op):
-            return known
+        if verdict := _common(op) or _uncapturable(op):
+            return verdict
         if op in FREE:
             return "yes", ""
         if not falls_back(op):
@@ -122,23 +122,24 @@ def _traced() -> Callable[[Any], tuple[str, str]]:
             return "some", PAIRS
         if _is_composite(op):
             return "parts", ""
-        smaller = REPLACED.get(op) or table.get(op)
-        if smaller is None:
+        decomposition = REPLACED.get(op) or table.get(op)
+        if decomposition is None:
             return "no", ON_HOST
-        return ("yes", "") if smaller.__module__.startswith("torch.") else ("some", "")  # ours leave some arguments to torch
+        # decompositions of cgcompile may not support all arguments
+        return ("yes", "") if decomposition.__module__.startswith("torch.") else ("some", "")
 
     return tell
 
 
-def _waits(op: Any) -> tuple[str, str] | None:
-    """What the rules of `check` say of an operator that cannot be part of a graph."""
+def _uncapturable(op: Any) -> tuple[str, str] | None:
+    """Returns the result of the rules of `check` for an operator that cannot be part of a graph, or None."""
     import torch
 
     from ..checks.operators import INCOMPATIBLE, WAITING
     from ..checks.shapes import FIXES
 
-    if (other := WAITING.get(str(op))) is not None:
-        return "no", f"it waits for the GPU to say whether it failed{f': {other} does not' if other else ''}"
+    if (replacement := WAITING.get(str(op))) is not None:
+        return "no", f"it waits for the GPU to say whether it failed{f': {replacement} does not' if replacement else ''}"
     name = str(op).removeprefix("aten.").partition(".")[0]
     if torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags:
         return (

@@ -1,13 +1,13 @@
-"""push and pull: a bundle to and from a folder or an object store, by fsspec.
+"""push and pull: copy a bundle to and from a folder or an object store, with fsspec.
 
-At its URL a bundle is a folder as on disk.  It is whole or absent: the manifest comes last, and goes first where a bundle is
-replaced.  Files travel to `.push/` and get their names when all are there, so that a push that was interrupted goes on with what
-lacks.  A pull does the same on this side, to within a file, and takes nothing whose SHA-256 is not the manifest's.
+At its URL a bundle is a folder, as on disk.  The manifest is written last, and removed first when a bundle is replaced, so that a
+bundle is complete or absent.  Files are sent to `.push/` and renamed when all are there.  An interrupted push continues.  So does a
+pull, even within a file, and it accepts only files with the SHA-256 of the manifest.
 
-What is far away is a stranger's: a path is made of no manifest before all of it is checked, also of the one that a push replaces;
-no file is read beyond the bytes that its manifest says; what a pull publishes is hashed where it lies.
+Remote data is untrusted.  All of a manifest is checked before a path is taken from it, also for a replaced bundle.  No file is read
+beyond the length in the manifest.  A pulled bundle is hashed in its stage before it is published.
 
-One push to a URL at a time: object stores have no locks.  Of two at once the files may be of both, which every pull refuses.
+Only one push may write to a URL at a time, because object stores have no locks.  Two at once may mix files, and pulls then fail.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from ..pipeline.destination import check_free, destination_path, link, staged_bu
 STAGE = ".push"
 
 AT_ONCE = 8
-"""Files that a pull reads at a time: an object store answers each after tens of milliseconds, and a bundle may have thousands."""
+"""Parallel reads of a pull: an object store takes tens of milliseconds per request, and a bundle may have thousands of files."""
 
 BLOCK = 4 * CHUNK
-"""Bytes that are asked of an object store at a time."""
+"""Bytes of one read from an object store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,23 +58,23 @@ class Transferred:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A folder that fsspec reaches: the file system, the folder's path there, and the URL as the user gave it."""
+    """A folder in a file system of fsspec: the file system, the path, and the URL from the user."""
 
     system: Any
     root: str
     url: str
 
     def path(self, name: str) -> str:
-        """The path of a file in the folder."""
+        """Returns the path of a file in the folder."""
         return f"{self.root}/{name}"
 
     def pieces(self, name: str, limit: int, begin: int = 0) -> Iterator[bytes]:
-        """A file from a byte on, up to a byte over the limit.  Raises remote-failed.
+        """Yields a file from byte `begin` on, up to one byte over the limit.  Raises remote-failed.
 
-        A server of HTTP that has no parts of files sends it from its first byte: whoever reads sees that by the hash.
+        An HTTP server without range requests sends the whole file; the caller detects this by the hash.
         """
         options: dict[str, Any] = {"block_size": BLOCK}
-        if "http" in self.system.protocol:  # as a stream: of a part, fsspec takes as much as the server sends
+        if "http" in self.system.protocol:  # as a stream, because fsspec's range reads accept any amount of data from the server
             ranged = {"Range": f"bytes={begin}-"} if begin else {}
             options = {"block_size": 0, "headers": self.system.kwargs.get("headers", {}) | ranged}
         with _remote_errors(f"{self.url}/{name}"), self.system.open(self.path(name), "rb", **options) as file:
@@ -85,7 +85,7 @@ class Remote:
                 yield piece
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """A small file's contents, None where there is none.  Raises file-damaged for one over the limit, remote-failed."""
+        """Reads a small file, None if it does not exist.  Raises file-damaged if it is larger than the limit, remote-failed."""
         try:
             data = b"".join(self.pieces(name, limit))
         except BuildError as error:
@@ -97,9 +97,9 @@ class Remote:
         return data
 
     def sizes(self, names: set[str]) -> dict[str, int]:
-        """The bytes of every file in these folders, and in the folder itself.  Raises file-damaged for a link: it leads out."""
+        """Returns the bytes of the files in these folders and the root.  Raises file-damaged for a link, which may lead outside."""
         rows: dict[str, int] = {}
-        for folder in sorted({*names, ""}):  # the outer ones first
+        for folder in sorted({*names, ""}):  # parents first
             with suppress(FileNotFoundError):
                 for row in self.system.ls(self.path(folder).rstrip("/"), detail=True):
                     name = f"{folder}/{row['name'].rstrip('/').rpartition('/')[2]}".removeprefix("/")
@@ -109,12 +109,12 @@ class Remote:
         return rows
 
     def move(self, name: str, to: str) -> None:
-        """Gives a file another name, in the place of what has it."""
+        """Renames a file and replaces an existing one."""
         self.system.makedirs(self.path(to).rpartition("/")[0], exist_ok=True)
         self.system.mv(self.path(name), self.path(to))
 
     def put(self, data: bytes, name: str) -> None:
-        """Writes a small file, whole or not at all."""
+        """Writes a small file atomically."""
         self.system.makedirs(self.path(STAGE), exist_ok=True)
         self.system.pipe_file(self.path(f"{STAGE}/{name}"), data)
         self.move(f"{STAGE}/{name}", name)
@@ -133,17 +133,17 @@ def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> 
     _check_apart(manifest)
     remote = _remote(url)
     with _remote_errors(url):
-        there, moved = remote.read(MANIFEST, limits.JSON_BYTES), 0
-        if there not in (None, source.text) and not replace:
+        text, moved = remote.read(MANIFEST, limits.JSON_BYTES), 0
+        if text not in (None, source.text) and not replace:
             raise BuildError("output-exists", f"{url}: has another bundle", "give --force to replace it, or another URL")
-        if there != source.text:
-            before = None if there is None else _manifest(there, url, "remove what is there yourself, or give another URL")
-            moved = len(source.text) + _put_files(remote, Path(bundle), manifest, before)
+        if text != source.text:
+            old = None if text is None else _manifest(text, url, "remove what is there yourself, or give another URL")
+            moved = len(source.text) + _put_files(remote, Path(bundle), manifest, old)
         if signature is not None:
             remote.put(signature, SIGNATURE)
-        if there != source.text:
+        if text != source.text:
             remote.put(source.text, MANIFEST)
-        if remote.system.exists(remote.path(STAGE)):  # an object store has no folder without files
+        if remote.system.exists(remote.path(STAGE)):  # an object store has no empty folders
             remote.system.rm(remote.path(STAGE), recursive=True)
     return Transferred(place=url, manifest=manifest, moved=moved)
 
@@ -163,23 +163,23 @@ def pull(url: str, out: str | os.PathLike[str] | None = None, *, replace: bool =
     if text is None:
         raise BundleError("not-a-bundle", f"{url}: no {MANIFEST} there: not a bundle, or its push is not complete")
     manifest = _manifest(text, url)
-    left = place.parent / f".{place.name}.{hashlib.sha256(text).hexdigest()[:16]}.pull"
-    distinct = sorted({file.sha256: file for file in manifest.files}.values(), key=lambda file: -file.bytes)  # the longest first
+    partial_folder = place.parent / f".{place.name}.{hashlib.sha256(text).hexdigest()[:16]}.pull"
+    distinct = sorted({file.sha256: file for file in manifest.files}.values(), key=lambda file: -file.bytes)  # largest first
     with staged_bundle(place, replace) as stage, ThreadPoolExecutor(AT_ONCE) as pool:
-        _make_own(left)
+        _make_private(partial_folder)
         try:
-            moved = len(text) + sum(pool.map(partial(_get, remote, left), distinct))
+            moved = len(text) + sum(pool.map(partial(_get, remote, partial_folder), distinct))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
         for file in manifest.files:
             (stage / file.path).parent.mkdir(parents=True, exist_ok=True)
-            link(left / file.sha256, stage / file.path)
+            link(partial_folder / file.sha256, stage / file.path)
         (stage / MANIFEST).write_bytes(text)
         if signature is not None:
             (stage / SIGNATURE).write_bytes(signature)
         check_bundle(Archive(str(stage)), "full")
-    shutil.rmtree(left)
+    shutil.rmtree(partial_folder)
     return Transferred(place=str(place), manifest=manifest, moved=moved)
 
 
@@ -203,17 +203,17 @@ def _remote(url: str) -> Remote:
 
 @contextmanager
 def _remote_errors(url: str) -> Iterator[None]:
-    # aiohttp lies under several file systems, and has errors of its own.
+    # Several file systems use aiohttp, which has its own errors.
     client: type[Exception] = getattr(sys.modules.get("aiohttp"), "ClientError", OSError)
     try:
         yield
     except (OSError, ValueError, NotImplementedError, client) as error:
-        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise BuildError("remote-failed", f"{url}: {said}") from error
+        message = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise BuildError("remote-failed", f"{url}: {message}") from error
 
 
 def _manifest(text: bytes, url: str, hint: str = "") -> Manifest:
-    """The manifest that lies at a URL, all of it checked: paths are made of it.  Raises as `cgbundle.load`."""
+    """Decodes and checks a manifest from a URL, because its paths are used afterwards.  Raises as `cgbundle.load`."""
     try:
         manifest = manifest_json.decode(text)
         check_manifest(manifest)
@@ -224,39 +224,42 @@ def _manifest(text: bytes, url: str, hint: str = "") -> Manifest:
 
 
 def _check_apart(manifest: Manifest) -> None:
-    """Raises manifest-invalid for two files that some folder or store takes for one, and for a file where a push puts its own."""
-    taken = {MANIFEST, SIGNATURE, STAGE} | {name.casefold() for file in manifest.files for name in folders(file.path)}
+    """Raises manifest-invalid for two files whose names some file system treats as equal, and for names that a push uses itself."""
+    used_names = {MANIFEST, SIGNATURE, STAGE} | {name.casefold() for file in manifest.files for name in folders(file.path)}
     for index, file in enumerate(manifest.files):
         path = file.path.casefold()
-        if path in taken or path.partition("/")[0] == STAGE:
+        if path in used_names or path.partition("/")[0] == STAGE:
             text = f"{file.path!r} is apart from another name by upper and lower case alone, or lies where a push puts its own"
             raise BundleError("manifest-invalid", f"files[{index}].path: {text}")
-        taken.add(path)
+        used_names.add(path)
 
 
-def _put_files(remote: Remote, folder: Path, manifest: Manifest, before: Manifest | None) -> int:
-    """Puts the files in their places, in that of the bundle `before`.  Returns the bytes that travelled."""
-    old = {file.path: file.sha256 for file in before.files} if before else {}
+def _put_files(remote: Remote, folder: Path, manifest: Manifest, prior: Manifest | None) -> int:
+    """Sends the files and moves them to their names, replacing the bundle `prior`.  Returns the bytes that were sent."""
+    old = {file.path: file.sha256 for file in prior.files} if prior else {}
     new = {file.path: file.sha256 for file in manifest.files}
-    there = remote.sizes({STAGE, *(name for path in (*old, *new) for name in folders(path))})
-    lacking = {
+    sizes = remote.sizes({STAGE, *(name for path in (*old, *new) for name in folders(path))})
+    missing = {
         f"{STAGE}/{file.sha256}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}": file
         for file in sorted(manifest.files, key=lambda file: -file.bytes)
-        if (old.get(file.path), there.get(file.path)) != (file.sha256, file.bytes)
+        if (old.get(file.path), sizes.get(file.path)) != (file.sha256, file.bytes)
     }
-    travel = {staged: file for staged, file in lacking.items() if there.get(staged) != file.bytes}
+    unsent = {staged: file for staged, file in missing.items() if sizes.get(staged) != file.bytes}
     remote.system.makedirs(remote.path(STAGE), exist_ok=True)
-    remote.system.put([str(folder / file.path) for file in travel.values()], [remote.path(staged) for staged in travel])
-    for path in [*([MANIFEST] if before else ()), *sorted(({*old, SIGNATURE} - {*new}) & {*there})]:  # the manifest first
+    remote.system.put([str(folder / file.path) for file in unsent.values()], [remote.path(staged) for staged in unsent])
+    for path in [
+        *([MANIFEST] if prior else ()),
+        *sorted(({*old, SIGNATURE} - {*new}) & {*sizes}),
+    ]:  # the manifest first
         remote.system.rm_file(remote.path(path))
-    for staged, file in lacking.items():
+    for staged, file in missing.items():
         remote.move(staged, file.path)
-    return sum(file.bytes for file in travel.values())
+    return sum(file.bytes for file in unsent.values())
 
 
-def _make_own(folder: Path) -> None:
-    """Makes the folder of what a pull leaves when it is interrupted, or takes the one that is there.  Raises output-unwritable for
-    one that is a link, another user's, or open to others: it may hold links."""
+def _make_private(folder: Path) -> None:
+    """Creates the folder for partial files of a pull, or reuses an existing one.  Raises output-unwritable if it is a link, or if
+    other users can access it, because it may contain links."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -268,20 +271,20 @@ def _make_own(folder: Path) -> None:
 
 
 def _get(remote: Remote, folder: Path, file: File) -> int:
-    """Gets a file, or the rest of it, to `folder`, named by its SHA-256; returns the bytes that travelled."""
+    """Downloads a file, or its missing rest, to `folder`, named by its SHA-256.  Returns the transferred bytes."""
     place, moved = folder / file.sha256, 0
     with open(place, "a+b") as out:
         while True:
             out.seek(0)
             digest = hashlib.file_digest(out, "sha256")
-            begun = done = out.tell()
-            for piece in remote.pieces(file.path, file.bytes, begun) if begun < file.bytes else ():
-                done += out.write(piece)
+            begin = end = out.tell()
+            for piece in remote.pieces(file.path, file.bytes, begin) if begin < file.bytes else ():
+                end += out.write(piece)
                 digest.update(piece)
-            moved += done - begun
-            if (digest.hexdigest(), done) == (file.sha256, file.bytes):
+            moved += end - begin
+            if (digest.hexdigest(), end) == (file.sha256, file.bytes):
                 return moved
-            if not begun:
+            if not begin:
                 place.unlink()
-                raise BundleError("file-damaged", f"{remote.url}/{file.path}: {done} bytes that differ from the manifest")
-            out.truncate(0)  # what was left may be at fault: once more, all of it
+                raise BundleError("file-damaged", f"{remote.url}/{file.path}: {end} bytes that differ from the manifest")
+            out.truncate(0)  # the partial file may be damaged: download it again completely

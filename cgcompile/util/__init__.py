@@ -1,1 +1,1 @@
-"""What every stage uses and no stage owns.  Imports nothing else of cgcompile but its errors."""
+"""Helpers for all stages.  They import nothing else of cgcompile but its errors."""

@@ -1,8 +1,8 @@
-"""Results kept by content between builds: a folder of files named by the hash of all that a result depends on.
+"""A cache of results between builds: a folder of files, each named by the hash of everything that its result depends on.
 
-A file is MAGIC, the length and the SHA-256 of what follows, and a record (`record_codec`): no pickle.  The hash covers the file's
-name, too.  Folders and files are the user's own, and nobody else can write to them: they become part of bundles.  A file that is
-not so, or is damaged, counts as missing and is made again.
+A file contains MAGIC, the length and the SHA-256 of the data, and the data, a record of `record_codec` (no pickle).  The hash also
+covers the file's name.  Results become part of bundles, so folders and files must belong to the user, and no other user may have
+write permission.  Other files and damaged files count as missing.
 """
 
 from __future__ import annotations
@@ -37,36 +37,34 @@ HEAD = len(MAGIC) + 8 + 32
 PACKAGES = (Path(__file__).parents[1], Path(cgbundle.__file__).parent)
 
 LIBRARIES = ("torch", "triton", "numpy")
-"""What makes the results, with this code and Python."""
+"""Packages whose version can change a result, in addition to this code and Python."""
 
 SETTINGS = re.compile(r"(TORCH|PYTORCH|TRITON|MLIR|LLVM|NVPTX|PTXAS|DISABLE_PTXAS|AMDGCN|USE_IR_LOC|CUDA|CUBLAS|CUDNN|NVIDIA_TF32)")
-"""Beginnings of environment variables that change what torch and Triton make."""
+"""Prefixes of environment variables that change the results of torch and Triton."""
 
 FOLDERS = re.compile(r"\w+_CACHE_(DIR|PATH)")
-"""Variables that say where something is kept, not what it is."""
+"""Variables that name a cache folder and do not change results."""
 
 
 def cache_place() -> Path:
-    """Where results are kept for the next build: CGCOMPILE_CACHE, else cgcompile in XDG_CACHE_HOME or ~/.cache.  It need not be
-    there."""
-    named = os.environ.get("CGCOMPILE_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cgcompile"
+    """Returns the cache folder: CGCOMPILE_CACHE, else cgcompile in XDG_CACHE_HOME or ~/.cache.  It may not exist."""
+    setting = os.environ.get("CGCOMPILE_CACHE")
+    return Path(setting) if setting else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cgcompile"
 
 
 def cache_folder() -> Path:
-    """`cache_place`, which is made where it is not there.  Raises cache-unsafe when it is not the user's own, and
-    cache-unwritable."""
+    """Returns `cache_place`, created if it does not exist.  Raises cache-unsafe if others can write to it, and cache-unwritable."""
     folder = cache_place()
     with _cache_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = folder.resolve()  # the user's own link may lead elsewhere; what it leads to is looked at
+        folder = folder.resolve()  # the user may link to another folder; the target is checked
         os.close(_opened(folder))
     return folder
 
 
 @contextmanager
 def cache_optional() -> Iterator[None]:
-    """Around what needs no cache: a build goes on where there can be none, or none can be written to."""
+    """Ignores cache-unwritable and disk-full: a build continues without a cache."""
     try:
         yield
     except BuildError as error:
@@ -75,30 +73,30 @@ def cache_optional() -> Iterator[None]:
 
 
 def cache_path(folder: Path, stage: str, *parts: object) -> Path:
-    """The file for what a stage makes of `parts`.  Its name also covers all code of the compiler and the runtime, the versions of
-    Python and of LIBRARIES, the kind of machine, and the environment's SETTINGS."""
+    """Returns the file for a stage's result from `parts`.  Its name also depends on the code of compiler and runtime, the versions
+    of Python and LIBRARIES, the machine type, and the environment's SETTINGS."""
     versions = [_version(package) for package in LIBRARIES]
     return folder / stage / digest(*parts, sys.version, platform.machine(), versions, settings(os.environ), _sources())
 
 
 def settings(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The variables that change results, sorted."""
+    """Returns the environment variables that change results, sorted."""
     return sorted((name, value) for name, value in environment.items() if SETTINGS.match(name) and not FOLDERS.fullmatch(name))
 
 
 def digest(*parts: object) -> str:
-    """The hash of values by their `repr`, of bytes as they are."""
-    whole = hashlib.sha256()
+    """Returns the SHA-256 of values by their `repr`, and of bytes by their contents."""
+    sha = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else repr(part).encode()
-        whole.update(b"bytes" if isinstance(part, bytes) else b"value")
-        whole.update(len(data).to_bytes(8, "little"))
-        whole.update(data)
-    return whole.hexdigest()
+        sha.update(b"bytes" if isinstance(part, bytes) else b"value")
+        sha.update(len(data).to_bytes(8, "little"))
+        sha.update(data)
+    return sha.hexdigest()
 
 
 def sources(folders: Iterable[Path]) -> str:
-    """The hash of the code in folders, and of the names of its files."""
+    """Returns the hash of the code files in folders and of their names."""
     return digest(
         *(part for folder in folders for path in sorted(folder.rglob("*.py"))
           for part in (path.relative_to(folder).as_posix(), path.read_bytes()))
@@ -111,15 +109,15 @@ def _sources() -> str:
 
 
 def recall(path: Path, kind: type[Record]) -> Record | None:
-    """The record that `remember` wrote, or None when there is nothing, or something wrong.  Raises cache-unsafe when others can
-    write to its folder."""
+    """Returns the record that `remember` wrote, or None if it is missing or invalid.  Raises cache-unsafe if others can write to
+    its folder."""
     try:
         folder = _opened(path.parent)
     except FileNotFoundError:
         return None
     try:
         data = _contents(path.name, folder)
-    except OSError:  # nothing, a link, another's file: whatever it is, it is none of ours
+    except OSError:  # missing, a link, or a file of another user
         return None
     finally:
         os.close(folder)
@@ -132,8 +130,8 @@ def recall(path: Path, kind: type[Record]) -> Record | None:
 
 
 def remember(path: Path, record: object) -> None:
-    """Keeps a record of dataclasses; another process that asks meanwhile finds nothing or all of it.  Raises cache-unsafe,
-    cache-unwritable and disk-full, and TypeError for what `record_codec` cannot hold."""
+    """Writes a record of dataclasses atomically: another process sees all of it or nothing.  Raises cache-unsafe, cache-unwritable
+    and disk-full, and TypeError for a value that `record_codec` does not support."""
     data = encode(record)
     with _cache_errors(path.parent):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -152,7 +150,7 @@ def remember(path: Path, record: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What is kept of a stage."""
+    """The number and size of the files of a stage."""
 
     stage: str
     files: int
@@ -160,71 +158,71 @@ class Kept:
 
 
 def kept() -> tuple[Kept, ...]:
-    """What is in the cache, by stage; () where there is none.  Files that are not ours do not count.  Raises cache-unsafe."""
+    """Returns the cache's contents by stage, () without a cache.  Counts only files of `remember`.  Raises cache-unsafe."""
     return _counted(lambda name, folder: None)
 
 
 def remove_kept() -> tuple[Kept, ...]:
-    """Removes what is in the cache, but no file or folder of another's; returns what `kept` did.  A build that runs meanwhile makes
-    again what it misses.  Raises cache-unsafe, cache-unwritable."""
+    """Removes the cache's files, but no files or folders of other users, and returns what it removed.  A running build makes
+    missing results again.  Raises cache-unsafe, cache-unwritable."""
     with _cache_errors(cache_place()):
         removed = _counted(lambda name, folder: os.unlink(name, dir_fd=folder))
         for removed_stage in removed:
-            with suppress(OSError):  # something else is in it, or a build has put something there
+            with suppress(OSError):  # not empty
                 os.rmdir(cache_place() / removed_stage.stage)
         with suppress(OSError):
             os.rmdir(cache_place())
         return removed
 
 
-def _counted(act: Callable[[str, int], None]) -> tuple[Kept, ...]:
-    """Does `act` with the name of every file of ours and the descriptor of its folder."""
+def _counted(action: Callable[[str, int], None]) -> tuple[Kept, ...]:
+    """Calls `action` with the name of every cache file and the descriptor of its folder, and returns the counts by stage."""
     try:
         root = _opened(cache_place().resolve())
     except FileNotFoundError:
         return ()
     os.close(root)
     stages = []
-    for place in sorted(path for path in cache_place().resolve().iterdir() if path.is_dir() and not path.is_symlink()):
-        folder, files, size = _opened(place), 0, 0
+    for stage_folder in sorted(path for path in cache_place().resolve().iterdir() if path.is_dir() and not path.is_symlink()):
+        folder, files, size = _opened(stage_folder), 0, 0
         try:
             for name in os.listdir(folder):
                 if (length := _ours(name, folder)) is not None:
-                    act(name, folder)
+                    action(name, folder)
                     files, size = files + 1, size + length
         finally:
             os.close(folder)
-        stages += [Kept(stage=place.name, files=files, bytes=size)] if files else []
+        stages += [Kept(stage=stage_folder.name, files=files, bytes=size)] if files else []
     return tuple(stages)
 
 
 def _ours(name: str, folder: int) -> int | None:
-    """The bytes of a file that `remember` wrote or began to write, None for any other."""
-    begun = name.startswith(BEGUN)
-    if not begun and not re.fullmatch("[0-9a-f]{64}", name):
+    """Returns the bytes of a file that `remember` wrote or began to write, None for any other file."""
+    is_new = name.startswith(BEGUN)
+    if not is_new and not re.fullmatch("[0-9a-f]{64}", name):
         return None
     try:
         handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
         return None
     with open(handle, "rb") as file:
-        about = os.fstat(handle)
-        is_ours = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
-        return about.st_size if is_ours and MAGIC.startswith(file.read(len(MAGIC)) or (MAGIC if begun else b"-")) else None
+        status = os.fstat(handle)
+        is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        return status.st_size if is_ours and MAGIC.startswith(file.read(len(MAGIC)) or (MAGIC if is_new else b"-")) else None
 
 
 BEGUN = ".new-"
-"""How the name of a file begins that is being written, or was when the process was killed."""
+"""Prefix of the name of a file that is being written, or was when the process was killed."""
 
 
 def _head(path: Path, data: bytes) -> bytes:
-    """The length and the hash of an entry.  One that was moved to another name is none there."""
+    """Returns length and hash of an entry.  The hash covers the name, so a renamed entry is invalid."""
     name = f"{path.parent.name}/{path.name}".encode()
     return len(data).to_bytes(8, "little") + hashlib.sha256(name + b"\0" + data).digest()
 
 
 def _opened(folder: Path) -> int:
-    """A descriptor of a folder of the cache.  Raises cache-unsafe when it is not the user's own, FileNotFoundError."""
+    """Returns a descriptor of a folder of the cache.  Raises cache-unsafe if others can write to it, and FileNotFoundError."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -238,26 +236,26 @@ def _opened(folder: Path) -> int:
 
 
 def _contents(name: str, folder: int) -> bytes:
-    """The contents of a file in a folder.  Raises OSError for anything but a whole file of the user's own."""
+    """Reads a cache file in a folder.  Raises OSError if it is incomplete, or not a private file of the user."""
     handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     with open(handle, "rb") as file:
-        about = os.fstat(handle)
-        if not stat.S_ISREG(about.st_mode) or not _private(about):
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or not _private(status):
             raise OSError(errno.EACCES, "not a file of the user's own", name)
         start = file.read(HEAD)
         size = int.from_bytes(start[len(MAGIC) : len(MAGIC) + 8], "little")
-        if start[: len(MAGIC)] != MAGIC or about.st_size != HEAD + size:
-            raise OSError(errno.EINVAL, "damaged", name)  # before a sparse file is read
+        if start[: len(MAGIC)] != MAGIC or status.st_size != HEAD + size:
+            raise OSError(errno.EINVAL, "damaged", name)  # before `read`: a sparse file could be huge
         return start + file.read(size)
 
 
-def _private(about: os.stat_result) -> bool:
-    return about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @contextmanager
 def _cache_errors(folder: Path) -> Iterator[None]:
-    """Says of what cannot be written that it is the cache."""
+    """Turns OSErrors of the block into errors that name the cache."""
     try:
         yield
     except OSError as error:
@@ -268,7 +266,7 @@ def _cache_errors(folder: Path) -> Iterator[None]:
 
 @cache
 def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version  # late: a build has it, and `doctor` only wants the folder's name
+    from importlib.metadata import PackageNotFoundError, version  # late: `doctor` only needs the folder's name
 
     try:
         return version(package)

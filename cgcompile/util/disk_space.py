@@ -1,4 +1,4 @@
-"""Bytes for people, and a full disk, told by the folder that the user chose: the output's, the temporary one, the cache."""
+"""Formats sizes, and reports a full disk by the folder that the user chose: output, temporary folder or cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from ..errors import BuildError, ModelError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What the system says of a full disk, and of one whose owner may have no more of it."""
+"""Error numbers of a full disk and of an exhausted quota."""
 
-SAID = re.compile(f"{os.strerror(errno.ENOSPC)}|{os.strerror(errno.EDQUOT)}")
-"""The same in the messages of compilers."""
+FULL_MESSAGE = re.compile(f"{os.strerror(errno.ENOSPC)}|{os.strerror(errno.EDQUOT)}")
+"""The same errors in the messages of compilers."""
 
 LITTLE = 64 << 10
-"""Free bytes below which a disk is full: compilers remove what they could not write to its end."""
+"""Free bytes below which a disk counts as full.  A compiler removes an incomplete file, so some space is free again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """What a folder is to a build, and how the user gives another one."""
+    """The purpose of a folder, and how the user can choose another one."""
 
     what: str
     other: str
@@ -36,7 +36,7 @@ CACHE = Chosen(what="compiled kernels for the next build", other="set CGCOMPILE_
 
 
 def size(number: int) -> str:
-    """Bytes for people: `0 B`, `80.5 KiB`, `1.2 GiB`."""
+    """Formats a number of bytes: `0 B`, `80.5 KiB`, `1.2 GiB`."""
     if number < 1024:
         return f"{number} B"
     units = ("KiB", "MiB", "GiB", "TiB")
@@ -45,18 +45,18 @@ def size(number: int) -> str:
 
 
 def disk_full(folder: Path, chosen: Chosen) -> BuildError:
-    """The error for a folder on a full disk."""
+    """Returns the error for a folder on a full disk."""
     free = _free(folder)
-    left = f"{size(free)} free" + (", which was too little, or a quota is used up" if free > LITTLE else "")
-    text = f"{folder}: no space left for {chosen.what}: {left}"
+    free_text = f"{size(free)} free" + (", which was too little, or a quota is used up" if free > LITTLE else "")
+    text = f"{folder}: no space left for {chosen.what}: {free_text}"
     return BuildError("disk-full", text, f"free some space there, or {chosen.other}")
 
 
 @contextmanager
 def space_told(folder: Path, chosen: Chosen) -> Iterator[None]:
-    """Raises disk-full for what fails in the block since the disk of `folder` is full, which is a build's own in one of the user's.
-    Errors of writing need not name a file, a copy's names both, and what torch and compilers raise need not mention the disk.  So
-    the disk itself is looked at."""
+    """Raises disk-full if the block fails because the disk of `folder` is full.  `folder` was made by the build, in a folder that
+    the user chose.  An OSError may name no file or two, and errors of torch and compilers may not mention the disk, so the free
+    space is checked."""
     try:
         yield
     except Exception as error:
@@ -69,24 +69,24 @@ def _concerns(error: Exception, folder: Path) -> bool:
     if isinstance(error, OSError):
         if error.errno not in FULL:
             return False
-        written = error.filename2 or error.filename  # a copy's error names the source first
+        written = error.filename2 or error.filename  # the error of a copy names the source in `filename`
         if isinstance(written, str) and Path(written).is_absolute():
             return Path(written).is_relative_to(folder.absolute())
-    elif SAID.search(_texts(error)):
+    elif FULL_MESSAGE.search(_texts(error)):
         return True
     return not isinstance(error, ModelError) and _free(folder) < LITTLE
 
 
 def _texts(error: BaseException) -> str:
-    """The messages of an error and of its causes."""
+    """Joins the messages of an error and its causes."""
     return f"{error}\n{_texts(error.__cause__)}" if error.__cause__ else str(error)
 
 
 def _free(folder: Path) -> int:
-    """The bytes that this user can still write on a folder's disk; 0 where files are used up."""
+    """Returns the bytes that this user can still write on a folder's disk; 0 if no inode is free."""
     while not folder.exists():
         folder = folder.parent
-    about = os.statvfs(folder)
-    if about.f_files and not about.f_ffree:
+    status = os.statvfs(folder)
+    if status.f_files and not status.f_ffree:
         return 0
-    return about.f_bavail * about.f_frsize
+    return status.f_bavail * status.f_frsize

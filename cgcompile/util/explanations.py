@@ -20,7 +20,7 @@ from .. import errors
 from .padding_reasons import ALWAYS, HEADLINE, REASONS
 
 RULES = ("checks", "offline/lower/coverage.py")
-"""Where the rules are, below this package: a folder of files, and a file."""
+"""Paths of the rules in the package: a folder of files, and a file."""
 
 ALLOWABLE = "tensors/self_test_tensors.py"
 """The file in cgbundle with the rule of the self-test."""
@@ -37,11 +37,10 @@ SEVERITIES = {"REFUSE": "refuse", "HOST": "host", "NOTE": "note"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A finding, an error or `padding`: its name, a headline, and more fields in order, such as ("fix", "...").  `kind`: "finding",
-    "error", or "padding", whose fields are the printed reasons.  `severities` of a finding: refuse, host, note; () for one that
-    only explains another.  `package`, `error` and `exit_code` of an error: who raises it, as which class, and what the command
-    returns.
-    """
+    """A finding, an error or `padding`: its name, a headline, and more fields in order, such as ("fix", "...").  `kind`:
+    "finding", "error", or "padding", whose fields are the printed reasons.  `severities` of a finding: refuse, host, note; () if
+    it only explains another one.  `package`, `error` and `exit_code` of an error: who raises it, its class, and the command's
+    exit status."""
 
     name: str
     kind: str
@@ -54,8 +53,8 @@ class Explanation:
 
 
 def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple[Explanation, ...]:
-    """All explanations: findings by name, `padding`, then the errors of each catalogue in its order.  A few names belong to a
-    finding and to an error.
+    """Returns all explanations: findings by name, `padding`, then the errors of each catalogue in its order.  A few names belong to
+    a finding and to an error.
 
     `more`: further catalogues of errors, by the package that raises them.
     """
@@ -67,15 +66,15 @@ def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The names most similar to a mistyped one, the nearest first; only one if it is clearly the nearest."""
-    wanted = spelled(name)
-    close = difflib.get_close_matches(wanted, sorted(set(known)), n=3)
-    likeness = [difflib.SequenceMatcher(None, candidate, wanted).ratio() for candidate in close]
-    return [candidate for candidate, like in zip(close, likeness, strict=True) if like > likeness[0] - CLEARLY]
+    """Returns the names most similar to a mistyped one, the nearest first; only one if it is clearly the nearest."""
+    spelling = spelled(name)
+    candidates = difflib.get_close_matches(spelling, sorted(set(known)), n=3)
+    ratios = [difflib.SequenceMatcher(None, candidate, spelling).ratio() for candidate in candidates]
+    return [candidate for candidate, ratio in zip(candidates, ratios, strict=True) if ratio > ratios[0] - CLEARLY]
 
 
 def spelled(name: str) -> str:
-    """A name as the catalogues have it: `InputDtype`, as `error.kind` spells it, and `input_dtype` are input-dtype."""
+    """Converts a name to the spelling of the catalogues: `InputDtype` (from `error.kind`) and `input_dtype` become input-dtype."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name.strip()).replace("_", "-").lower()
 
 
@@ -97,25 +96,25 @@ def _padding() -> Explanation:
 def _findings() -> Iterator[Explanation]:
     package_root = files(__package__.partition(".")[0])
     for place in RULES:
-        yield from _of_place(package_root.joinpath(place))
-    yield from _of_place(files(runtime_errors.__package__).joinpath(ALLOWABLE))
+        yield from _explanations_at(package_root.joinpath(place))
+    yield from _explanations_at(files(runtime_errors.__package__).joinpath(ALLOWABLE))
 
 
-def _of_place(place: Traversable) -> Iterator[Explanation]:
+def _explanations_at(place: Traversable) -> Iterator[Explanation]:
     for file in sorted(place.iterdir(), key=lambda child: child.name) if place.is_dir() else [place]:
         if file.name.endswith(".py"):
-            yield from _of_source(ast.parse(file.read_text(encoding="utf-8")))
+            yield from _explanations_in(ast.parse(file.read_text(encoding="utf-8")))
 
 
-def _of_source(tree: ast.Module) -> Iterator[Explanation]:
+def _explanations_in(tree: ast.Module) -> Iterator[Explanation]:
     """Explanations from functions with a rule's docstring, and from constants with such a text after them."""
-    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+    for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef) and _is_rule(text := ast.get_docstring(node) or ""):
-            yield _finding(_name(node), text, _severities(node) or _severities(tree))  # the file's, where a helper makes it
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(after, ast.Expr):
-            below = after.value.value if isinstance(after.value, ast.Constant) else ""
-            if isinstance(below, str) and _is_rule(below):
-                yield _finding(str(node.value.value), below, ())
+            yield _finding(_name(node), text, _severities(node) or _severities(tree))  # a helper in the file may set it
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(following, ast.Expr):
+            text_below = following.value.value if isinstance(following.value, ast.Constant) else ""
+            if isinstance(text_below, str) and _is_rule(text_below):
+                yield _finding(str(node.value.value), text_below, ())
 
 
 def _is_rule(text: str) -> bool:
@@ -123,22 +122,22 @@ def _is_rule(text: str) -> bool:
 
 
 def _name(rule: ast.FunctionDef) -> str:
-    """The function's name as users type it; `operators_without_...` becomes the singular of the finding."""
+    """Returns the rule's name as users type it.  `operators_without_...` becomes the singular of the finding."""
     return rule.name.replace("operators_", "operator_").replace("_", "-")
 
 
 def _severities(tree: ast.AST) -> tuple[str, ...]:
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return tuple([said for name, said in SEVERITIES.items() if name in named])
+    return tuple([severity for name, severity in SEVERITIES.items() if name in named])
 
 
 def _finding(name: str, text: str, severities: tuple[str, ...]) -> Explanation:
     headline, _, rest = text.strip().partition("\n\n")
     fields: list[tuple[str, str]] = []
     for line in rest.splitlines():
-        label, colon, said = line.strip().partition(": ")
+        label, colon, content = line.strip().partition(": ")
         if colon and (label in LABELS or label.startswith("Why")):
-            fields.append((LABELS.get(label, "why"), said))
+            fields.append((LABELS.get(label, "why"), content))
         elif fields and line.strip():
             fields[-1] = (fields[-1][0], f"{fields[-1][1]} {line.strip()}")
     return Explanation(

@@ -1,9 +1,9 @@
-"""A process that imports once what many need, and is forked for each of them: importing torch and Inductor takes 4 to 13 seconds.
-It is a process of its own, since CUDA does not survive a fork, and the build may have started it.
+"""A server process that imports modules once and forks a process for each task.  Importing torch and Inductor takes 4 to 13
+seconds.  The build itself cannot fork after it has started CUDA, which does not survive a fork.
 
-The build sends the file of an order and three pipes over a Unix socket.  The forked process reads requests from the first pipe
-and answers on the second.  The server writes its number and, when it has ended, its status to the third.  It leads a process group.
-Server and forked processes end with the thread that started the server."""
+The build sends the path of an order and three pipes over a Unix socket.  The forked process reads requests from the first pipe and
+answers on the second.  The server writes the process id, and later the exit status, to the third.  Each process leads a process
+group.  All end with the thread that started the server."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from typing import IO, NoReturn
 from .workers import end_group, end_with_parent
 
 LARGEST = 1 << 16
-"""Bytes that are read at once: more than any path has."""
+"""Maximum bytes of a read: more than the longest path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
-    """`argument` goes to the server's function, and `environment` is the process's; `log` gets what it prints."""
+    """`argument` of the server's function, `environment` of the process, and the file `log` for its output."""
 
     argument: str
     environment: dict[str, str]
@@ -41,27 +41,27 @@ class _Order:
 
 
 class ForkedProcess:
-    """A process of a fork server, on the build's side: `requests` and `answers` are its pipes."""
+    """A process of a fork server, seen from the build.  `requests` and `answers` are its pipes."""
 
-    def __init__(self, requests: int, answers: int, life: int) -> None:
+    def __init__(self, requests: int, answers: int, status_pipe: int) -> None:
         self.requests, self.answers = os.fdopen(requests, "w"), os.fdopen(answers)
-        self._life = life
-        self._told = b""
+        self._pipe = status_pipe
+        self._text = b""
         self._reading = threading.Lock()
 
     def wait(self) -> int | None:
-        """Waits for the end.  The exit status, negative for a signal, or None where the server ended before it."""
+        """Waits for the end.  Returns the exit status, negative for a signal, or None if the server ended first."""
         with self._reading:
             self._read(None)
-            lines = self._told.split()
+            lines = self._text.split()
         return int(lines[1]) if len(lines) == 2 else None
 
     def end(self) -> None:
-        """Kills the process and what it has started, and waits until it is gone.  One that the server has not forked yet ends by
-        itself: nobody writes to its requests any more."""
+        """Kills the process and its children, and waits for its end.  A process that the server has not forked yet
+        ends by itself, because its request pipe is closed."""
         with self._reading:
             self._read(0)
-            lines = self._told.split()
+            lines = self._text.split()
         if len(lines) == 1:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(int(lines[0]), signal.SIGKILL)
@@ -70,34 +70,34 @@ class ForkedProcess:
             with suppress(BrokenPipeError):
                 pipe.close()
         with self._reading:
-            if self._life >= 0:
-                os.close(self._life)
-            self._life = -1
+            if self._pipe >= 0:
+                os.close(self._pipe)
+            self._pipe = -1
 
     def _read(self, seconds: float | None) -> None:
-        """Takes what the server has written, until it closes the pipe or for so many seconds."""
-        while self._life >= 0 and select.select([self._life], [], [], seconds)[0] and (text := os.read(self._life, LARGEST)):
-            self._told += text
+        """Reads what the server writes, until the pipe is closed or `seconds` are over."""
+        while self._pipe >= 0 and select.select([self._pipe], [], [], seconds)[0] and (text := os.read(self._pipe, LARGEST)):
+            self._text += text
 
 
 class ForkServer:
     """Starts a process that imports `module` and forks others, which call `module.main` with their argument and pipes.
-    `environment` is added to this process's; `log` gets what the server prints."""
+    `environment` is added to the environment; `log` receives the server's output."""
 
     def __init__(self, module: str, environment: Mapping[str, str], log: Path) -> None:
         self.log = log
         self._environment = environment
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, open(log, "w") as output:
+        self._socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_socket, open(log, "w") as output:
             self._running = subprocess.Popen(
-                [sys.executable, "-m", __name__, module, str(os.getpid()), str(theirs.fileno())],
+                [sys.executable, "-m", __name__, module, str(os.getpid()), str(server_socket.fileno())],
                 env={
                     **os.environ,
                     **environment,
                     "PYTHONFAULTHANDLER": "1",
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                 },
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_socket.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -105,21 +105,21 @@ class ForkServer:
             )
 
     def fork(self, argument: str, log: Path) -> ForkedProcess:
-        """Another process, with this one's environment variables.  It exists as soon as the server has imported everything."""
+        """Requests a process with the current environment.  The server forks it after its imports."""
         path = Path(f"{log}.order")
         path.write_bytes(pickle.dumps(_Order(argument=argument, environment={**os.environ, **self._environment}, log=log)))
-        requests, answers, life = os.pipe(), os.pipe(), os.pipe()
-        theirs = [requests[0], answers[1], life[1]]
+        requests, answers, status = os.pipe(), os.pipe(), os.pipe()
+        server_ends = [requests[0], answers[1], status[1]]
         try:
-            with suppress(BrokenPipeError, ConnectionError):  # then `wait` tells that the server ended
-                socket.send_fds(self._socket, [os.fsencode(path)], theirs)
+            with suppress(BrokenPipeError, ConnectionError):  # `wait` then returns None
+                socket.send_fds(self._socket, [os.fsencode(path)], server_ends)
         finally:
-            for descriptor in theirs:
+            for descriptor in server_ends:
                 os.close(descriptor)
-        return ForkedProcess(requests[1], answers[0], life[0])
+        return ForkedProcess(requests[1], answers[0], status[0])
 
     def close(self) -> None:
-        """Ends the server, and with it what it has forked."""
+        """Kills the server and the processes that it forked."""
         end_group(self._running)
         self._running.wait()
         self._socket.close()
@@ -128,17 +128,17 @@ class ForkServer:
 # --- in the server ---------------------------------------------------------------------------------------------------
 
 Main = Callable[[str, IO[str], IO[str]], None]
-"""Takes the argument, the requests and where its answers go."""
+"""Takes the argument, the stream of requests and the stream for answers."""
 
 
 def _serve(module: str, connection: socket.socket) -> None:
-    """Forks until the build closes the socket."""
+    """Forks processes until the build closes the socket."""
     main: Main = import_module(module).main
-    gc.freeze()  # a collection in a forked process would write to these objects, and so copy their pages
-    lives: dict[int, int] = {}
+    gc.freeze()  # else a collection in a forked process would write to these objects and copy their pages
+    status_pipes: dict[int, int] = {}
     awake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # a signal without a handler does not write to `wake`
+    signal.signal(signal.SIGCHLD, lambda process, frame: None)  # a signal without a handler does not write to `wake`
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         selector.register(awake, selectors.EVENT_READ)
@@ -146,46 +146,46 @@ def _serve(module: str, connection: socket.socket) -> None:
             ready = [key.fd for key, _ in selector.select()]
             if awake in ready:
                 os.read(awake, LARGEST)
-                _tell_ended(lives)
+                _report_ended(status_pipes)
             if connection.fileno() in ready:
                 message, descriptors, _, _ = socket.recv_fds(connection, LARGEST, 3)
                 if not message:
                     return
-                requests, answers, life = descriptors
+                requests, answers, status_pipe = descriptors
                 server = os.getpid()
-                number = os.fork()
-                if not number:
+                process = os.fork()
+                if not process:
                     signal.set_wakeup_fd(-1)
-                    for descriptor in (awake, wake, life, connection.fileno(), *lives.values()):
+                    for descriptor in (awake, wake, status_pipe, connection.fileno(), *status_pipes.values()):
                         os.close(descriptor)
                     _work(main, pickle.loads(Path(os.fsdecode(message)).read_bytes()), requests, answers, server)
-                with suppress(PermissionError, ProcessLookupError):  # both sides do it: neither can come too late
-                    os.setpgid(number, number)
+                with suppress(PermissionError, ProcessLookupError):  # parent and child both call it, so no race matters
+                    os.setpgid(process, process)
                 os.close(requests)
                 os.close(answers)
-                lives[number] = life
-                _tell(life, number)
+                status_pipes[process] = status_pipe
+                _report(status_pipe, process)
 
 
-def _tell_ended(lives: dict[int, int]) -> None:
-    while lives:
-        number, status = os.waitpid(-1, os.WNOHANG)
-        if not number:
+def _report_ended(status_pipes: dict[int, int]) -> None:
+    while status_pipes:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if not process:
             return
-        life = lives.pop(number, None)
-        if life is not None:
-            _tell(life, os.waitstatus_to_exitcode(status))
-            os.close(life)
+        status_pipe = status_pipes.pop(process, None)
+        if status_pipe is not None:
+            _report(status_pipe, os.waitstatus_to_exitcode(status))
+            os.close(status_pipe)
 
 
-def _tell(life: int, number: int) -> None:
+def _report(status_pipe: int, number: int) -> None:
     with suppress(BrokenPipeError):
-        os.write(life, b"%d\n" % number)
+        os.write(status_pipe, b"%d\n" % number)
 
 
 def _work(main: Main, order: _Order, requests: int, answers: int, server: int) -> NoReturn:
-    """The forked process, to its end.  Libraries unload kernels in destructors, when no Python callback may run any more: none
-    runs."""
+    """Runs the forked process.  Ends with os._exit, because destructors of libraries unload kernels when no Python callback may
+    run."""
     status = 1
     try:
         os.setpgid(0, 0)
@@ -198,7 +198,7 @@ def _work(main: Main, order: _Order, requests: int, answers: int, server: int) -
         os.environ.update(order.environment)
         main(order.argument, os.fdopen(requests), os.fdopen(answers, "w"))
         status = 0
-    except BaseException:  # noqa: BLE001 - it ends the process, and its last line is told
+    except BaseException:  # noqa: BLE001 - ends the process; its last line is reported
         traceback.print_exc()
     finally:
         with suppress(Exception):

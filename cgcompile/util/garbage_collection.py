@@ -1,5 +1,5 @@
-"""When Python looks for garbage.  Imports of torch and Inductor make a million objects that stay: looking among them takes a fifth
-of the time, and a tenth of what Inductor lowers afterwards."""
+"""Limits Python's garbage collection during builds.  Importing torch and Inductor creates a million objects that stay alive.
+Scanning them takes 20% of the import time, and 10% of Inductor's lowering afterwards."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SELDOM = 100_000, 20, 20
-"""Thresholds of `gc.set_threshold`.  With Python's own, a language model of eight layers spent 6 of 70 s on it, with these 2."""
+"""Arguments of `gc.set_threshold`.  A build of a language model with eight layers spent 2 of 70 s in collections, instead of 6."""
 
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """While it lasts, nothing is looked through for cycles that nobody holds any more.  What is there when it ends is not looked
-    through until `gc.unfreeze`: else the next collection would take a quarter of a second for it, and others after that."""
-    collected = gc.isenabled()
+    """Disables collections during the block, and then freezes all objects (`gc.freeze`) until `gc.unfreeze`.  Otherwise the next
+    collection would take 0.25 s for them, and so would later ones."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collected:
+        if enabled:
             gc.freeze()
             gc.enable()
 
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """For the time of a build, as `collect_seldom` for what it makes.  At its end, what `quick_imports` left out is looked through
-    again, unless the process had such objects before."""
+    """Sets the thresholds SELDOM during a build.  At the end it unfreezes the objects that `quick_imports` froze, unless the
+    process had frozen objects before."""
     frozen, threshold = gc.get_freeze_count(), gc.get_threshold()
     gc.set_threshold(*SELDOM)
     try:
@@ -40,7 +40,7 @@ def seldom_collected() -> Iterator[None]:
 
 
 def collect_seldom() -> None:
-    """For a process that does nothing but compile: what is there now is never looked through again, and what it makes once in
-    100,000 objects.  Cycles stay in memory that much longer."""
+    """For a process that only compiles: freezes all objects and sets the thresholds SELDOM.  Unreachable cycles stay in memory
+    longer."""
     gc.freeze()
     gc.set_threshold(*SELDOM)

@@ -1,4 +1,4 @@
-"""What a model's name refers to, and what its file defines, read as text: nothing in it runs, and torch is not imported."""
+"""Finds out what a model's name refers to and what its file defines.  The file is only parsed; torch is not imported."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from typing import Any
 from ..errors import BuildError, ModelError
 
 DYNAMIC = frozenset({"exec", "eval", "globals", "locals", "vars", "setattr", "modules", "global"})
-"""What can give a module names that the statements of its top level do not show."""
+"""Names whose use can add module attributes that the top-level statements do not show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Definitions:
-    """`names` that the top level of a file binds, each with its function where it is a plain one: bound once, undecorated, and by
-    no `if`.  `whole`: there can be no others."""
+    """`names` that the top level of a file binds.  The value is the function if it is bound once, without decorator and outside
+    `if`, else None.  `whole`: the file defines no other names."""
 
     names: dict[str, ast.FunctionDef | None]
     whole: bool
 
     def lacks(self, name: str) -> bool:
-        """Whether the file certainly has no such name."""
+        """Returns whether the file certainly does not define the name."""
         return self.whole and name not in self.names
 
     def parameters(self, name: str) -> tuple[str, ...] | None:
-        """The names of a plain function's parameters; None where they are not known, or where some have none to be called by."""
+        """Returns the names of a function's parameters, or None if they are unknown or cannot all be passed by keyword."""
         function = self.names.get(name)
         if function is None or function.args.posonlyargs or function.args.vararg or function.args.kwarg:
             return None
@@ -40,8 +40,8 @@ class Definitions:
 
 
 def kind_of(label: str) -> str:
-    """What a model's name is: "saved" (a .pt2), "folder" (with config.json), "file" or "attribute" (of a module).  Raises
-    source-missing."""
+    """Returns the kind of a model's name: "saved" (a .pt2), "folder" (with config.json), "file" or "attribute" (of a module).
+    Raises source-missing."""
     if label.endswith(".pt2"):
         return "saved"
     if os.path.isfile(os.path.join(label, "config.json")):
@@ -55,7 +55,7 @@ def kind_of(label: str) -> str:
 
 
 def name_of(label: str) -> str:
-    """What a model is called, and its bundle unless the user says: as its file, or as the attribute.  Raises source-missing."""
+    """Returns the default name of model and bundle: the stem of the file, or the attribute.  Raises source-missing."""
     kind = kind_of(label)
     if kind == "folder":
         return Path(label).resolve().name
@@ -63,7 +63,7 @@ def name_of(label: str) -> str:
 
 
 def check_arguments(model: Any, inputs: Any) -> None:
-    """Raises source-invalid where `model` and `inputs` of a call cannot be a model and what makes its inputs."""
+    """Raises source-invalid if `model` is not a model, or `inputs` does not fit it."""
     if isinstance(model, str | os.PathLike):
         if inputs is not None:
             raise ModelError(
@@ -72,9 +72,9 @@ def check_arguments(model: Any, inputs: Any) -> None:
                 "leave inputs out, or give the module itself: build(model, inputs)",
             )
     elif isinstance(model, type) or not hasattr(model, "forward"):
-        what = f"the class {model.__name__}" if isinstance(model, type) else _described(model)
+        kind = f"the class {model.__name__}" if isinstance(model, type) else _described(model)
         raise ModelError(
-            "source-invalid", f"model is {what}, expected a torch.nn.Module, or the path of a model file", "build(Net(), inputs)"
+            "source-invalid", f"model is {kind}, expected a torch.nn.Module, or the path of a model file", "build(Net(), inputs)"
         )
     elif inputs is None:
         raise ModelError("source-invalid", "inputs is missing: a function from the sizes to example inputs", EXAMPLE)
@@ -88,21 +88,21 @@ EXAMPLE = "for example: def inputs(batch): return (torch.randn(batch, 16),)"
 
 
 def _described(value: Any) -> str:
-    """`a tuple of 2 Tensors`, `a Tensor`."""
+    """Describes a value: `a tuple of 2 Tensors`, `a Tensor`."""
     name = type(value).__name__
     if isinstance(value, tuple | list | dict) and value:
         kinds = {type(member).__name__ for member in (value.values() if isinstance(value, dict) else value)}
-        what = f"{kinds.pop()}{'' if len(value) == 1 else 's'}" if len(kinds) == 1 else "values"
-        return f"a {name} of {len(value)} {what}"
+        members = f"{kinds.pop()}{'' if len(value) == 1 else 's'}" if len(kinds) == 1 else "values"
+        return f"a {name} of {len(value)} {members}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def check_file(label: str) -> Path:
-    """The file that a label names.  Raises source-missing."""
+    """Returns the file of a label.  Raises source-missing."""
     path = Path(label)
     if not path.is_file():
-        what = "a directory without config.json, and no model file" if path.is_dir() else "no such file"
-        raise BuildError("source-missing", f"{label}: {what}")
+        problem = "a directory without config.json, and no model file" if path.is_dir() else "no such file"
+        raise BuildError("source-missing", f"{label}: {problem}")
     return path
 
 
@@ -111,15 +111,14 @@ LOAD = "write a model.py whose model() loads it, or save torch.export.export(mod
 
 
 def check_saved(label: str) -> None:
-    """The saved program that a label names is one, as far as the names in its archive tell.  Raises source-missing,
-    source-invalid."""
+    """Checks the names in the archive of a saved program.  Raises source-missing, source-invalid."""
     path = check_file(label)
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [name.partition("/")[2] or name for name in archive.namelist()]  # behind the archive's own name
+            names = [name.partition("/")[2] or name for name in archive.namelist()]  # without the archive's root folder
     except zipfile.BadZipFile:
-        what = "not a zip archive, as a saved program is" if path.stat().st_size else "an empty file"
-        raise ModelError("source-invalid", f"{label}: {what}", SAVE) from None
+        problem = "not a zip archive, as a saved program is" if path.stat().st_size else "an empty file"
+        raise ModelError("source-invalid", f"{label}: {problem}", SAVE) from None
     if any(name.startswith("models/") or name == OLDER for name in names):
         return
     if "data.pkl" in names:
@@ -129,16 +128,16 @@ def check_saved(label: str) -> None:
 
 
 OLDER = "serialized_exported_program.json"
-"""What torch.export.save wrote instead of a folder `models` before torch 2.8."""
+"""The file that torch.export.save wrote before torch 2.8, instead of a folder `models`."""
 
 
 def definitions(path: Path, label: str) -> Definitions:
-    """Reads a file.  Raises source-invalid for one that is no Python: the importer would refuse it, too."""
+    """Parses a file.  Raises source-invalid if it is not valid Python."""
     try:
-        with tokenize.open(path) as file:  # by its own declaration of an encoding, as the importer reads it
+        with tokenize.open(path) as file:  # uses the file's encoding declaration, as the importer does
             text = file.read()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the importer gives them
+            warnings.simplefilter("ignore")  # the importer shows them
             tree = ast.parse(text, os.fspath(path))
             compile(tree, os.fspath(path), "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -153,17 +152,17 @@ def definitions(path: Path, label: str) -> Definitions:
 
 
 def missing_module(path: str, label: str) -> BuildError:
-    """The refusal of a module that is not there."""
+    """Returns the error for a missing module."""
     return BuildError("source-missing", f"{label}: no module {path!r}")
 
 
 def missing_attribute(path: str, attribute: str, label: str) -> BuildError:
-    """The refusal of a module that lacks what the model's name asks for."""
+    """Returns the error for a module without the attribute of the model's name."""
     return BuildError("source-missing", f"{label}: module {path!r} has no attribute {attribute!r}")
 
 
 def undefined(name: str, label: str) -> ModelError:
-    """The refusal of a model file without a function that it has to define."""
+    """Returns the error for a model file without a required function."""
     return ModelError("source-invalid", f"{label}: it has no {name}()", f"a model file defines {EXAMPLES[name]}")
 
 
@@ -171,7 +170,7 @@ EXAMPLES = {"model": "def model() -> torch.nn.Module", "inputs": "def inputs(bat
 
 
 def _dynamic(node: ast.AST) -> Iterator[str]:
-    """What `node` is, in terms of DYNAMIC."""
+    """Yields the names in `node` that may be in DYNAMIC."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute):
@@ -181,13 +180,13 @@ def _dynamic(node: ast.AST) -> Iterator[str]:
 
 
 def not_python(error: SyntaxError, label: str) -> ModelError:
-    """The refusal of a file that Python cannot read, with the line."""
+    """Returns the error for a file with a syntax error, with the line."""
     where = f"{os.path.relpath(error.filename)}:{error.lineno}" if error.filename else label
     return ModelError("source-invalid", f"{where}: {error.msg}: {(error.text or '').strip()}")
 
 
 def _bound(body: list[ast.stmt], plain: bool) -> Iterator[tuple[str, ast.FunctionDef | None]]:
-    """The names that statements bind, those in branches, loops and blocks, too."""
+    """Yields the names that statements bind, including those in branches, loops and blocks."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef):
             yield statement.name, statement if plain and not statement.decorator_list else None
@@ -210,5 +209,5 @@ def _bound(body: list[ast.stmt], plain: bool) -> Iterator[tuple[str, ast.Functio
 
 
 def closest(name: str, known: Sequence[str]) -> str:
-    """What of `known` was most likely meant by `name`, or ""."""
+    """Returns the most similar name of `known`, or ""."""
     return next(iter(difflib.get_close_matches(name, known, 1, 0.6)), "")

@@ -1,6 +1,6 @@
-"""Why a dimension is not padded: what the proof of padding prints, what that means, and what to do about it.
+"""Reasons why a dimension is not padded: the printed text, its meaning, and what to do.
 
-`transforms/padding` proves and words the reasons; the table is here, where nothing imports torch.
+`transforms/padding` finds the reasons and prints them.  The table is here because this module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ALWAYS = (
 
 
 class PaddingReason(NamedTuple):
-    """A reason as it is printed for a dimension called seq, and others like it."""
+    """A reason as printed for a dimension called seq."""
 
     printed: str
     meaning: str

@@ -1,6 +1,6 @@
-"""What a build tells its watcher, and the plain display: on stderr, a line per finished stage and one for the stage that runs.
+"""Events of a build, and a simple display on stderr: a line for each finished stage and one for the running stage.
 
-The command line has a display of its own.
+The command line has a different display.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Event:
 
 Watcher = Callable[[Event], None]
 Tell = Callable[[str], None]
-"""What a stage says of its progress."""
+"""Reports a stage's progress as text."""
 
 
 def named(tell: Tell, name: str) -> Tell:
-    """`tell` for one of several that a stage works on: what it says has the name before it."""
+    """Returns a `tell` that puts the name before each text."""
     return lambda text: tell(f"{name}: {text}")
 
 
 def named_tells(tell: Tell, names: Sequence[str]) -> list[Tell]:
-    """`tell` for each of several: `decode, 2 of 4: ...`; where there is one, as it is."""
-    return [named(tell, f"{name}, {at} of {len(names)}") if len(names) > 1 else tell for at, name in enumerate(names, 1)]
+    """Returns a `tell` for each name, which writes `decode, 2 of 4: ...`.  For a single name it returns `tell` itself."""
+    return [named(tell, f"{name}, {number} of {len(names)}") if len(names) > 1 else tell for number, name in enumerate(names, 1)]
 
 
 def silent(event: Event) -> None:
-    """The watcher of a build that nobody watches."""
+    """Ignores an event."""
 
 
 class Stage:
-    """What runs in a stage tells it: `tell("3 of 12 kernels")` a detail, `tell.result("12 kernels")` what the end is told with."""
+    """A running stage: `tell("3 of 12 kernels")` reports a detail, `tell.result("12 kernels")` sets the text of its end."""
 
     def __init__(self, name: str, watcher: Watcher) -> None:
         self._name, self._watcher, self._start = name, watcher, time.perf_counter()
@@ -58,18 +58,18 @@ class Stage:
         self._watcher(Event(stage=self._name, state="detail", text=text, seconds=time.perf_counter() - self._start))
 
     def result(self, text: str) -> None:
-        """What the stage gave."""
+        """Sets the text for the end of the stage."""
         self._result = text
 
     def end(self) -> float:
-        """Tells the end.  Seconds that it took."""
+        """Reports the end, and returns the seconds of the stage."""
         taken = time.perf_counter() - self._start
         self._watcher(Event(stage=self._name, state="done", text=self._result, seconds=taken))
         return taken
 
 
 class Stages:
-    """Runs stages, `with stages("lower") as tell: ... tell.result("12 kernels")`, and remembers how long each took."""
+    """Runs stages, `with stages("lower") as tell: ... tell.result("12 kernels")`, and collects their seconds."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -91,13 +91,13 @@ NAMES = 10
 
 @contextmanager
 def watcher(progress: Progress) -> Iterator[Watcher]:
-    """The function that is told.  Raises progress-unknown."""
+    """Yields the function that gets the events.  Raises progress-unknown."""
     if callable(progress):
         yield progress
         return
     if progress not in (None, "bar", "silent"):
         raise BuildError("progress-unknown", f"progress is {progress!r}, expected None, 'bar', 'silent' or a function of an Event")
-    if progress == "silent" or (progress is None and not _looked_at()):
+    if progress == "silent" or (progress is None and not _is_interactive()):
         yield silent
         return
     lines = Lines()
@@ -107,14 +107,14 @@ def watcher(progress: Progress) -> Iterator[Watcher]:
         lines.clear()
 
 
-def _looked_at() -> bool:
-    """Whether stderr is a terminal, or a notebook's."""
+def _is_interactive() -> bool:
+    """Returns whether stderr is shown in a terminal or notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
 
 
 class Lines:
-    """Writes the lines.  The one of the stage that runs is written over, as far as it is long."""
+    """Writes the lines, and overwrites the line of the running stage."""
 
     def __init__(self) -> None:
         self._width = 0
@@ -131,7 +131,7 @@ class Lines:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Takes away the line of the stage that runs."""
+        """Clears the line of the running stage."""
         if self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
             self._width = 0

@@ -1,6 +1,6 @@
-"""Frozen records as bytes: JSON, and behind it the contents of their `bytes` fields.  Nothing in it can run, unlike a pickle.
+"""Encodes frozen dataclasses as JSON, followed by the contents of `bytes` fields.  Decoding runs no code, unlike a pickle.
 
-What is read back has the types that the record's annotations say: numbers, texts, tuples, unions of these, and other records.
+Decoded values have the types of the annotations: numbers, strings, tuples, unions of these, and other records.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 Record = TypeVar("Record")
 
 LENGTH = 8
-"""Bytes of the number, little-endian, that says how long the JSON is."""
+"""Bytes of the little-endian length of the JSON."""
 
 SCALARS = (bool, int, float, str, type(None))
 
 
 def encode(record: object) -> bytes:
-    """The bytes of a dataclass.  Raises TypeError for what `decode` could not give back."""
+    """Encodes a dataclass.  Raises TypeError for values that `decode` does not support."""
     blobs: list[bytes] = []
     text = json.dumps(_plain(record, blobs), separators=(",", ":")).encode()
     return b"".join([len(text).to_bytes(LENGTH, "little"), text, *blobs])
 
 
 def decode(kind: type[Record], data: bytes) -> Record:
-    """The record of class `kind` in `data`.  Raises ValueError for anything else."""
+    """Decodes a record of class `kind`.  Raises ValueError for invalid data."""
     end = LENGTH + int.from_bytes(data[:LENGTH], "little")
     try:
         plain = json.loads(data[LENGTH:end])
@@ -55,7 +55,7 @@ def _plain(value: object, blobs: list[bytes]) -> object:
 
 
 class _Blobs:
-    """The contents of `bytes` fields, in the order in which they were written."""
+    """Reads the contents of `bytes` fields in the order of writing."""
 
     def __init__(self, data: bytes, place: int) -> None:
         self.data, self.place = data, place
@@ -88,7 +88,7 @@ def _value(kind: Any, plain: Any, blobs: _Blobs) -> Any:
 def _pairs(members: tuple[Any, ...], plain: list[Any]) -> Iterator[tuple[Any, Any]]:
     if members[-1:] == (Ellipsis,):
         return ((members[0], element) for element in plain)
-    return zip(members, plain, strict=True)  # raises ValueError for another number
+    return zip(members, plain, strict=True)  # raises ValueError if the lengths differ
 
 
 def _fits(kind: Any, plain: Any) -> bool:
@@ -96,7 +96,7 @@ def _fits(kind: Any, plain: Any) -> bool:
         return type(plain) is list
     if kind is bytes or hasattr(kind, "__dataclass_fields__"):
         return type(plain) is dict and [*plain] == [kind.__name__]
-    return type(plain) is kind or (kind is float and type(plain) is int)  # a float that was given as a whole number stays one
+    return type(plain) is kind or (kind is float and type(plain) is int)  # an int in a float field stays an int
 
 
 @cache

@@ -1,7 +1,7 @@
-"""A folder for the time of a build.
+"""Creates a temporary folder for a build.
 
-A process that is killed (SIGKILL, out of memory) removes nothing, and what it leaves may be as large as a model.  So each folder
-has a lock of the kernel's (flock), which ends with the processes that hold it, and the next build removes those without.
+A killed process (SIGKILL, out of memory) removes nothing, and its files may be as large as a model.  So each folder has a lock
+(flock), which ends with the processes that hold it.  The next build removes folders without a lock.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .disk_space import FULL, SCRATCH, disk_full, space_told
 PREFIX = "cgcompile-scratch-"
 
 PATIENCE = 3.0
-"""Seconds that the folder's removal is tried again."""
+"""Seconds during which removing the folder is retried."""
 
 YOUNG = 60.0
-"""Seconds after its making in which a folder may have no lock yet."""
+"""Seconds after its creation during which a folder may have no lock yet."""
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder, this user's alone (mode 0700), removed at the end.  Compilers' worker processes may outlive the process that
-    started them by a moment and still write there.  So removing is tried again; what is left after PATIENCE stays, since the build
-    itself is done.  Raises scratch-unwritable where there can be none, and disk-full for what fails since its disk is full."""
+    """Creates a folder (mode 0700) and removes it at the end.  Worker processes of compilers may still write to it briefly, so
+    removal is retried for PATIENCE seconds.  A folder that remains is no error, because the build is done.  Raises
+    scratch-unwritable if no folder can be created, and disk-full if the block fails because its disk is full."""
     _remove_leftovers(Path(tempfile.gettempdir()))
     folder = _new_folder()
     with _locked(folder):
@@ -59,25 +59,25 @@ def _new_folder() -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Holds a folder's lock; False where another process has it, or the file system has none."""
+    """Locks a folder.  Yields False if another process has the lock, or the file system has no locks."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        alone = False
+        acquired = False
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = True
-        yield alone
+            acquired = True
+        yield acquired
     finally:
-        os.close(handle)  # a forked process that has the descriptor, too, keeps the lock to its own end
+        os.close(handle)  # a forked process with the same descriptor keeps the lock until its end
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Removes this user's folders below `parent` whose processes have ended."""
+    """Removes this user's folders in `parent` whose processes have ended."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # whoever removes it meanwhile is as good
+        with suppress(OSError):  # another build may have removed it
             status = folder.lstat()
-            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            if ours and time.time() - status.st_mtime > YOUNG:
-                with _locked(folder) as alone:
-                    if alone:
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if is_own and time.time() - status.st_mtime > YOUNG:
+                with _locked(folder) as acquired:
+                    if acquired:
                         shutil.rmtree(folder, ignore_errors=True)

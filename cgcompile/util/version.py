@@ -1,3 +1,3 @@
-"""The version of cgcompile; both pyproject.toml say the same."""
+"""The version of cgcompile; both pyproject.toml files contain the same."""
 
 VERSION = "0.1.0"

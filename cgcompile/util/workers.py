@@ -1,12 +1,12 @@
-"""Processes for work before which torch or Triton has to be told something, ahead of its import.  A worker is `python -m MODULE
-PARENT`.  It takes pickled requests from standard input, one after the other, and answers each on standard output.  The pickles
-carry torch's tensors and our records between two processes of one build, through pipes that no other has.  None is ever kept.
+"""Worker processes, for work that needs environment variables set before torch or Triton is imported.  A worker is `python -m
+MODULE PARENT`.  It reads pickled requests from standard input and writes each answer to standard output.  Pickle is safe here: the
+pipes connect two processes of one build, and nothing is stored.
 
-A worker leads a process group, and ends with what it started (ptxas, g++) when its parent stops waiting, or is killed itself.
+A worker leads a process group.  The worker and its children (ptxas, g++) end when the parent no longer waits for it or is killed.
 
-Forked processes (`side_by_side`) have this one's modules and programs, and import nothing.  libgomp's threads do not survive a
-fork, and the thread that had started them would wait for them in vain.  So a forked process works in a thread of its own, which
-starts others.  CUDA does not survive one either."""
+Forked processes (`side_by_side`) share this process's modules and programs and import nothing.  libgomp's threads do not survive a
+fork, and the thread that started them would wait forever.  So a forked process works in a new thread, which starts new ones.  CUDA
+does not survive a fork either."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """How workers are started.  `module` calls `serve`; `folder` takes logs and caches.  `environment` is added to this process's,
-    without the variables that `hidden` is true of.  A `reused` worker takes several requests, any other one.  `died`: the code of
-    the error when one ends without an answer, in which `title` stands for it."""
+    """How workers are started.  `module` calls `serve`; `folder` gets logs and caches.  `environment` is added to this process's,
+    without the variables for which `hidden` is true.  A `reused` worker takes several requests, else one.  `died`: the code of the
+    error if a worker ends without an answer; `title` names the worker in it."""
 
     module: str
     folder: Path
@@ -54,7 +54,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """`content` is pickled; `what` names it in messages."""
+    """`content` is pickled; `what` describes it in messages."""
 
     content: object
     what: str
@@ -67,20 +67,20 @@ def ask(
     seconds: float | None = None,
     needed: Collection[Key] = (),
 ) -> Iterator[tuple[Key, Any]]:
-    """The answers as they come, of `workers` processes at a time (default: as many as `processors`).  After `seconds` those to
-    `needed` alone are waited for, and the others left out.  Raises what a worker refused, and an error of code `kind.died` when one
-    ended without an answer.  The first error ends all."""
+    """Yields the answers as they arrive, from `workers` processes (default: `processors()`).  After `seconds`, only the answers to
+    `needed` are awaited and the others are dropped.  Raises a worker's BuildError, and an error of code `kind.died` if a worker
+    ends without an answer.  The first error ends all workers."""
     started: list[_Worker] = []
     idle: list[_Worker] = []
-    starting = threading.Lock()
-    ended = False
+    start_lock = threading.Lock()
+    stopped = False
 
     def answer(request: Request) -> Any:
         if idle:
             worker = idle.pop()
         else:
-            with starting:  # one that starts while the others are ended would be waited for
-                if ended:
+            with start_lock:  # else a worker that starts during `kill` would not be killed
+                if stopped:
                     raise CancelledError
                 started.append(worker := _Worker(kind, len(started)))
         reply = worker.ask(request)
@@ -88,9 +88,9 @@ def ask(
         return reply
 
     def kill() -> None:
-        nonlocal ended
-        with starting:
-            ended = True
+        nonlocal stopped
+        with start_lock:
+            stopped = True
         for worker in started:
             worker.kill()
 
@@ -103,25 +103,25 @@ def ask(
     with ExitStack() as stack:
         stack.callback(close)
         threads = stack.enter_context(ThreadPoolExecutor(min(workers or processors(), len(requests))))
-        stack.callback(kill)  # before the threads are waited for: then none waits for an answer any more
+        stack.callback(kill)  # runs before the threads are joined, so that none waits for an answer
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         futures = {threads.submit(answer, request): key for key, request in requests.items()}
-        left, end = set(futures), None if seconds is None else time.monotonic() + seconds
-        while left:
-            done, left = wait(left, None if end is None else max(0.0, end - time.monotonic()), FIRST_COMPLETED)
-            if not done:  # the time is over
-                left, end = {future for future in left if futures[future] in needed}, None
+        pending, end = set(futures), None if seconds is None else time.monotonic() + seconds
+        while pending:
+            done, pending = wait(pending, None if end is None else max(0.0, end - time.monotonic()), FIRST_COMPLETED)
+            if not done:  # timeout
+                pending, end = {future for future in pending if futures[future] in needed}, None
             for future in done:
                 yield futures[future], future.result()
 
 
 def processors() -> int:
-    """The processors that this process may use: a container or `taskset` may give it fewer than the machine has."""
+    """Returns the number of processors that this process may use; a container or `taskset` may limit it."""
     return len(os.sched_getaffinity(0))
 
 
 class _Worker:
-    """A process that was started."""
+    """A running worker process."""
 
     def __init__(self, kind: Kind, number: int) -> None:
         self.kind = kind
@@ -166,20 +166,20 @@ class _Worker:
     def close(self) -> None:
         self.kill()
         with suppress(BrokenPipeError), self.process:
-            pass  # closes the pipes, and waits
+            pass  # closes the pipes and waits for the process
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """Kills a process that leads a group, and its group, unless it has been waited for."""
+    """Kills a process that leads a group, and its group, unless it was already waited for."""
     if process.returncode is None:
-        with suppress(ProcessLookupError, PermissionError):  # it has not become a leader yet, or ended
+        with suppress(ProcessLookupError, PermissionError):  # it does not lead a group yet, or has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
 
 
 def end_with_parent(parent: int) -> None:
-    """In a process that process `parent` started: the kernel kills it when the thread that did ends, however that comes (Linux).
-    Ends at once where it came before."""
+    """Lets the kernel kill this process, a child of `parent`, when the parent's thread that started it ends (Linux).
+    Exits at once if the parent has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -187,15 +187,15 @@ def end_with_parent(parent: int) -> None:
 
 
 PR_SET_PDEATHSIG = 1
-"""linux/prctl.h."""
+"""From linux/prctl.h."""
 
 
 def serve(work: Callable[[Any], object]) -> None:
-    """In a worker: `work` makes the answer to each request.  An error of ours is a refusal; any other ends the process."""
+    """Runs a worker: `work` makes the answer to each request.  A BuildError is the answer, too; other errors end the process."""
     end_with_parent(int(sys.argv[1]))
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what torch, Triton and ptxas print goes to the log
+    os.dup2(2, 1)  # output of torch, Triton and ptxas goes to the log
     while True:
         try:
             request = pickle.load(requests)
@@ -213,12 +213,12 @@ def serve(work: Callable[[Any], object]) -> None:
 # --- by a fork -------------------------------------------------------------------------------------------------------
 
 Work = Callable[[Tell], Any]
-"""Makes an answer, which is pickled."""
+"""Returns an answer, which is pickled."""
 
 
 def side_by_side(works: Mapping[Key, Work], tells: Mapping[Key, Tell], logs: Path, died: str) -> dict[Key, Any]:
-    """The answers, of as many processes at a time as there are processors.  `logs`: a folder for what they write.  Raises what a
-    process refused, and an error of code `died` when one ended without an answer.  The first error ends all."""
+    """Returns the answers of forked processes; as many run at a time as there are processors.  `logs`: the folder for their output.
+    Raises a process's BuildError, and an error of code `died` if a process ends without an answer.  The first error ends all."""
     waiting, running, answers = list(works), dict[Connection, tuple[Key, int, Path]](), dict[Key, Any]()
     try:
         while waiting or running:
@@ -249,33 +249,33 @@ def side_by_side(works: Mapping[Key, Work], tells: Mapping[Key, Tell], logs: Pat
 
 
 def _fork(work: Work, log: Path) -> tuple[Connection, int]:
-    ours, theirs = Pipe(duplex=False)
+    receiver, sender = Pipe(duplex=False)
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns if a process with threads forks
         process = os.fork()
     if not process:
-        ours.close()
-        _run(theirs, work, log, parent)
-    theirs.close()
-    return ours, process
+        receiver.close()
+        _run(sender, work, log, parent)
+    sender.close()
+    return receiver, process
 
 
 def _run(connection: Connection, work: Work, log: Path, parent: int) -> NoReturn:
-    """The forked process, to its end.  What else `work` raises goes to the log."""
+    """Runs the forked process.  Errors of `work` other than BuildError go to the log."""
     try:
-        os.setsid()  # by its session, all that it starts is known
+        os.setsid()  # its session identifies its children
         end_with_parent(parent)
         for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(ending, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 - another thread may have held the locks of the old ones
+        sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 - another thread may hold the old locks
         os.dup2(sys.stderr.fileno(), 1)
         os.dup2(sys.stderr.fileno(), 2)
-        gc.freeze()  # what belongs to the build is not finalized here
-        threading.excepthook = threading.__excepthook__  # it writes to the log
-        sending = threading.Lock()
-        thread = threading.Thread(target=_answer, args=(work, partial(_send, connection, sending)))
+        gc.freeze()  # objects of the build are not finalized here
+        threading.excepthook = threading.__excepthook__  # the default hook writes to the log
+        lock = threading.Lock()
+        thread = threading.Thread(target=_answer, args=(work, partial(_send, connection, lock)))
         thread.start()
         thread.join()
     finally:
@@ -289,8 +289,8 @@ def _answer(work: Work, send: Callable[[str, object], None]) -> None:
         send("refused", (error.code, str(error), error.hint))
 
 
-def _send(connection: Connection, sending: threading.Lock, kind: str, content: object) -> None:
-    with sending:
+def _send(connection: Connection, lock: threading.Lock, kind: str, content: object) -> None:
+    with lock:
         connection.send_bytes(pickle.dumps((kind, content), pickle.HIGHEST_PROTOCOL))
 
 
@@ -298,25 +298,25 @@ def _death(died: str, process: int, log: Path) -> BuildError:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
     ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     killed = ended is not None and ended.si_code != os.CLD_EXITED
-    how = f"was killed by {signal.Signals(ended.si_status).name}" if ended and killed else "ended without an answer"
-    return BuildError(died, f"a forked process {how}: {lines[-1] if lines else 'it wrote nothing'}")
+    cause = f"was killed by {signal.Signals(ended.si_status).name}" if ended and killed else "ended without an answer"
+    return BuildError(died, f"a forked process {cause}: {lines[-1] if lines else 'it wrote nothing'}")
 
 
 def _end(connection: Connection, process: int) -> None:
-    """Kills a forked process, and what it started and has not waited for."""
+    """Kills a forked process and its children that it has not waited for."""
     with suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
-    while left := [member for member in _session(process) if member != process]:
-        for member in left:
+    while children := [member for member in _session(process) if member != process]:
+        for member in children:
             with suppress(ProcessLookupError):
                 os.kill(member, signal.SIGKILL)
         os.sched_yield()
-    os.waitpid(process, 0)  # only now: another process could get its number, and a session of that number
+    os.waitpid(process, 0)  # last, so that no other process gets its id, or a session with that id
     connection.close()
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of a session that have not ended."""
+    """Returns the processes of a session that have not ended."""
     processes = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):

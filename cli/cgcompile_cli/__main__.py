@@ -1,4 +1,4 @@
-"""`python -m cgcompile_cli`: the same as the command `cgcompile`."""
+"""`python -m cgcompile_cli`: runs the command `cgcompile`."""
 
 from .main import main
 

@@ -1,4 +1,4 @@
-"""A benchmark as tables: cold starts, calls, memory, and whether the outputs are right."""
+"""Shows a benchmark as tables: cold starts, calls, memory, and whether the outputs are right."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ TITLES = {
 
 
 def show_benchmark(report: Benchmark) -> None:
-    """Writes all tables; nothing where the bundle was not measured."""
+    """Writes all tables; nothing if the bundle was not measured."""
     if not report.bundle.starts:
         return
     show(record(head(report)))
     _part("cold start: process start to first output, then to all int_keys ready; seconds", cold(report))
-    for what in report.kinds():
+    for kind in report.kinds():
         if report.bundle.timings:
-            _part(TITLES[what], calls(report, what))
+            _part(TITLES[kind], calls(report, kind))
     if report.bundle.memory:
         _part("memory of the process, every int_key ready", memory(report))
     show("")
-    left = [(way.name, way.why) for way in report.ways if way.why]
-    show(record([*left, *([("outputs", said)] if (said := outputs(report)) else []), *report.notes]))
+    skipped = [(way.name, way.why) for way in report.ways if way.why]
+    show(record([*skipped, *([("outputs", verdict)] if (verdict := outputs(report)) else []), *report.notes]))
 
 
 def _part(title: str, heads_rows: tuple[Sequence[str], Sequence[Sequence[object]]]) -> None:
@@ -51,16 +51,16 @@ def _part(title: str, heads_rows: tuple[Sequence[str], Sequence[Sequence[object]
 
 
 def head(report: Benchmark) -> list[tuple[str, str]]:
-    """What was measured, where and when."""
+    """Returns what was measured, where and when."""
     machine = report.machine
     chip = f"{machine.processor}, {count(machine.cores, 'core')}, load average {machine.load:.1f}"
     gpu = f"{machine.gpu}, CUDA driver {machine.driver // 1000}.{machine.driver % 1000 // 10}; " if machine.gpu else ""
     shown, hidden = shortened(report.names)
-    some = f" ({len(report.keys)} of {report.recorded})" if len(report.keys) < report.recorded else ""
+    selection = f" ({len(report.keys)} of {report.recorded})" if len(report.keys) < report.recorded else ""
     rest = f", and {hidden} more" if hidden else ""
     return [
         ("bundle", f"{report.name}, {report.target}, {count(report.rounds, 'round')}, medians; ratio = baseline / bundle"),
-        ("int_keys", f"{'; '.join(shown)}{rest}{some}"),
+        ("int_keys", f"{'; '.join(shown)}{rest}{selection}"),
         ("machine", f"{gpu}{chip}"),
         ("with", ", ".join([f"{name} {version}" for name, version in machine.versions])),
         ("date", machine.date),
@@ -68,7 +68,7 @@ def head(report: Benchmark) -> list[tuple[str, str]]:
 
 
 def cold(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """(heads, rows) of the cold starts."""
+    """Returns (heads, rows) of the cold starts."""
     rows = []
     for way in report.ways:
         if not way.starts:
@@ -84,7 +84,7 @@ def cold(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
 
 
 def calls(report: Benchmark, what: str) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """(heads, rows) of the calls of one kind, by int_key."""
+    """Returns (heads, rows) of the calls of one kind, by int_key."""
     rows = []
     for key, name in zip(report.keys, report.names, strict=True):
         base = report.bundle.timing(what, key)
@@ -96,13 +96,13 @@ def calls(report: Benchmark, what: str) -> tuple[Sequence[str], Sequence[Sequenc
             least = precise(min(seconds)) if len(seconds) > 1 else NONE
             most = precise(max(seconds)) if len(seconds) > 1 else NONE
             shown = name if way is report.bundle else ""
-            beside = _ratio(ratio(seconds, base.seconds if base else ()))
-            rows.append([shown, way.name, beside, precise(median(seconds)), least, most])
+            ratio_text = _ratio(ratio(seconds, base.seconds if base else ()))
+            rows.append([shown, way.name, ratio_text, precise(median(seconds)), least, most])
     return ("int_key", "", ">ratio", ">median", ">min", ">max"), rows
 
 
 def memory(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """(heads, rows) of the memory."""
+    """Returns (heads, rows) of the memory."""
     base = report.bundle.memory
     gpu = any(way.memory is not None and way.memory.device >= 0 for way in report.ways)
     rows = []
@@ -143,18 +143,18 @@ def show_generation(report: GenerationBenchmark) -> None:
     ]
     _part("tokens a second, all lanes together, the best", ((">lanes", "", ">tokens/s", ">ratio"), rates))
     show("")
-    left = [(way.name, way.why) for way in report.ways if way.why]
-    same = [
+    skipped = [(way.name, way.why) for way in report.ways if way.why]
+    equal_tokens = [
         (way.name, f"the first {way.same(ours)} of {len(ours.made)} tokens are the bundle's") for way in measured if way is not ours
     ]
-    show(record([*left, *same]))
+    show(record([*skipped, *equal_tokens]))
 
 
 def show_load(numbers: Mapping[str, Any]) -> None:
-    """Writes the tables of a load that a server answered."""
+    """Writes the tables for the answers to a load."""
     rates = [(f"{name} a second", f"{numbers[field]:.1f}") for name, field in RATES.items()]
-    done = f"{numbers['completed']} of {count(numbers['num_prompts'], 'request')} in {numbers['duration']:.1f} s"
-    show(record([("model", numbers["model_id"]), ("answered", done), *rates]))
+    completed = f"{numbers['completed']} of {count(numbers['num_prompts'], 'request')} in {numbers['duration']:.1f} s"
+    show(record([("model", numbers["model_id"]), ("answered", completed), *rates]))
     rows = [
         [text, *[f"{numbers[f'{kind}_{name}_ms']:.1f}" for kind in ("mean", "median", "p99")]] for name, text in LATENCIES.items()
     ]
@@ -162,7 +162,7 @@ def show_load(numbers: Mapping[str, Any]) -> None:
 
 
 def outputs(report: Benchmark) -> str:
-    """Whether all outputs are right, "" where none was compared."""
+    """Says whether all outputs are right, "" if none was compared."""
     wrong, compared = report.wrong(), [(error, way) for way in report.ways for error in way.errors]
     if wrong:
         return f"WRONG in {count(len(wrong), 'comparison')} of {len(compared)}"
@@ -181,16 +181,16 @@ def _ratio(value: float | None) -> str:
 
 
 def digits(value: float) -> str:
-    """Three digits: `2.72`, `14.4`, `102`."""
+    """Formats with three digits: `2.72`, `14.4`, `102`."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def number(seconds: float) -> str:
-    """As `digits`, but `0.288`."""
+    """Formats as `digits`, but with three decimals below 1: `0.288`."""
     return f"{seconds:.3f}" if seconds < 1 else digits(seconds)
 
 
 def precise(seconds: float) -> str:
-    """Three digits and the unit, `31.2 us`."""
+    """Formats with three digits and the unit, `31.2 us`."""
     scale, unit = next((pair for pair in ((1e6, "us"), (1e3, "ms")) if seconds * pair[0] < 1000), (1, "s"))
     return f"{digits(seconds * scale)} {unit}"

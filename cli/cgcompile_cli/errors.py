@@ -1,7 +1,7 @@
-"""The one place where exceptions become text: one line that says what and where, a `hint:` line, and the exit code.  With --json
-also an object on stdout: `{"error": {"code": ..., "message": ..., "where": ..., "fix": ...}}`.
+"""Turns exceptions into text: one line with the error and its place, a `hint:` line, and the exit status.  With --json also into an
+object on stdout: `{"error": {"code": ..., "message": ..., "where": ..., "fix": ...}}`.
 
-Commands do not catch.  What is not listed here is a bug and keeps its traceback.
+Commands do not catch exceptions.  Exceptions that are not listed here are bugs and keep their traceback.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .signals import Stopped
 FINDINGS = 1
 ENVIRONMENT = 2
 INTERRUPTED = 130
-"""Exit status: the model or bundle has findings or fails verification; usage or environment; Ctrl-C.  Another signal's is 128 and
-its number."""
+"""Exit status: findings or failed verification; usage or environment; Ctrl-C.  For other signals it is 128 + the signal's
+number."""
 
 FORESEEN = frozenset({
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG,
     errno.ELOOP, errno.EMFILE, errno.ENFILE, errno.EIO,
 })  # fmt: skip
-"""What the operating system may say about a path that the user named."""
+"""Errors of the operating system about a path that the user named."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The disk is full, or the file larger than it may be: such an error need not name a path."""
+"""Errors of a full disk or of a file that is too large.  Such an error may have no path."""
 
 
 class UsageError(CgbundleError):
-    """Options or a file of the user's that do not fit the command."""
+    """Options or a user's file that do not match the command."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__("usage", message, hint)
@@ -51,12 +51,12 @@ UsageError.catalogue = {
 
 
 PARSER_ERROR: Any = typer.BadParameter.__base__
-"""What Typer raises for arguments that no command takes: it exports subclasses alone."""
+"""Typer's error for invalid arguments.  Typer only exports its subclasses."""
 
 
 @contextmanager
 def as_text(arguments: Sequence[str]) -> Iterator[None]:
-    """Runs a command; raises typer.Exit with the exit code of a foreseen error, after its text.  `arguments` are the user's own."""
+    """Runs a command with the user's `arguments`.  A foreseen error becomes text and typer.Exit with the exit status."""
     try:
         yield
     except CgbundleError as error:
@@ -76,18 +76,18 @@ def as_text(arguments: Sequence[str]) -> Iterator[None]:
         raise typer.Exit(ENVIRONMENT) from None
     except PARSER_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
-            raise  # nothing was typed: Typer shows the help
+            raise  # no arguments: Typer shows the help
         command = error.ctx.command_path if error.ctx else "cgcompile"
         _tell(arguments, "usage", _unparsed(error), f"{command} --help")
         raise typer.Exit(ENVIRONMENT) from None
 
 
 def _unparsed(error: Any) -> str:
-    """What the parser says, as our own errors begin; of a mistyped option the one that is most like it."""
+    """Returns the parser's message in lower case; for an unknown option with the most similar one."""
     text = str(error.format_message()).rstrip(".")
     if hasattr(error, "possibilities"):  # no such option
-        near = difflib.get_close_matches(error.option_name, error.possibilities or (), 1)
-        text = f"no such option: {error.option_name}" + (f" (did you mean {near[0]}?)" if near else "")
+        suggestions = difflib.get_close_matches(error.option_name, error.possibilities or (), 1)
+        text = f"no such option: {error.option_name}" + (f" (did you mean {suggestions[0]}?)" if suggestions else "")
     return text[:1].lower() + text[1:]
 
 
@@ -101,26 +101,26 @@ def _tell(arguments: Sequence[str], code: str, message: str, fix: str) -> None:
 
 
 def as_object(code: str, message: str, fix: str) -> dict[str, str]:
-    """An error for a script."""
+    """Returns an error for JSON."""
     return {"code": code, "message": message, "where": place(message), "fix": fix}
 
 
 COMMAND = "cgcompile build ..."
-"""What a library's hint says where the user's own command belongs."""
+"""Placeholder for the user's command in hints of the library."""
 
-KEPT = ("--sizes", "--target", "--fallback-op", "--train")
-"""Options of a build that a check of the same model takes, too."""
+CHECK_OPTIONS = ("--sizes", "--target", "--fallback-op", "--train")
+"""Options of a build that `check` also takes."""
 
 
 def hint(error: CgbundleError, arguments: Sequence[str]) -> str:
-    """What to do about `error`, as something to type where the library's own hint speaks of Python, or of the user's command."""
+    """Returns the hint for `error`, with a command if the library's hint refers to Python or to the user's command."""
     spell = SPELLED.get(error.code)
     advice = spell(error, arguments) if spell else error.hint
     return advice.replace(COMMAND, again(arguments)) if arguments else advice
 
 
 def again(arguments: Sequence[str], *more: str) -> str:
-    """The user's own command with `more` behind it."""
+    """Returns the user's command with `more` appended."""
     return shlex.join(["cgcompile", *arguments, *more])
 
 
@@ -145,20 +145,20 @@ def _cut(error: CgbundleError, arguments: Sequence[str]) -> str:
 
 
 def _check(arguments: Sequence[str]) -> str:
-    """`cgcompile check` for the model and the sizes of a build."""
-    kept = [word for place, word in enumerate(arguments[1:], 1) if _is_kept(arguments, place)]
-    return shlex.join(["cgcompile", "check", *kept])
+    """Returns the `cgcompile check` command with the model and sizes of a build."""
+    words = [word for position, word in enumerate(arguments[1:], 1) if _is_check_word(arguments, position)]
+    return shlex.join(["cgcompile", "check", *words])
 
 
-def _is_kept(arguments: Sequence[str], place: int) -> bool:
-    word, before = arguments[place], arguments[place - 1]
+def _is_check_word(arguments: Sequence[str], position: int) -> bool:
+    word, previous = arguments[position], arguments[position - 1]
     if word.startswith("-"):
-        return word.partition("=")[0] in KEPT
-    return before in KEPT or not (before.startswith("-") and before not in FLAGS and "=" not in before)
+        return word.partition("=")[0] in CHECK_OPTIONS
+    return previous in CHECK_OPTIONS or not (previous.startswith("-") and previous not in FLAGS and "=" not in previous)
 
 
 FLAGS = ("--strict", "--train", "--force", "--quiet", "-q", "--verbose", "-v", "--json")
-"""Options of a build that take no value."""
+"""Options of a build without a value."""
 
 SPELLED: dict[str, Callable[[CgbundleError, Sequence[str]], str]] = {
     "output-exists": _exists,
@@ -166,4 +166,4 @@ SPELLED: dict[str, Callable[[CgbundleError, Sequence[str]], str]] = {
     "lowering-failed": _easier,
     "not-capturable": _cut,
 }
-"""By the code of an error: its hint as a command."""
+"""Functions that make the hint as a command, by error code."""

@@ -1,4 +1,4 @@
-"""int_keys as people type them: `8`, `8x128`, `batch=8,seq=128`, `-` for a model without dimensions, `decode:8` of an entry."""
+"""Parses int_keys: `8`, `8x128`, `batch=8,seq=128`, `-` for a model without dimensions, `decode:8` for an entry."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def find(manifest: Manifest, text: str) -> tuple[EntrySpec, tuple[int, ...]]:
-    """The entry and its recorded int_key that `text` names: `decode:8`; without an entry's name, of the first entry.
-    Raises entry-missing, key-missing."""
-    from cgbundle.format.file_names import entry_named  # late: commands that read no bundle answer 25 ms sooner
+    """Returns the entry and the recorded int_key of `text`: `decode:8`; without an entry's name, of the first entry.  Raises
+    entry-missing, key-missing."""
+    from cgbundle.format.file_names import entry_named  # late: saves 25 ms in commands that read no bundle
 
     name, colon, key = text.partition(":")
     entry = entry_named(manifest, name.strip() if colon else "")
@@ -24,13 +24,13 @@ def find(manifest: Manifest, text: str) -> tuple[EntrySpec, tuple[int, ...]]:
 
 
 def parse(entry: EntrySpec, text: str) -> tuple[int, ...]:
-    """The recorded int_key of the entry that `text` names.  Raises key-missing with the recorded keys where there is none."""
+    """Returns the recorded int_key of `text`.  Raises key-missing with the recorded keys if there is none."""
     names = [dimension.name for dimension in entry.dimensions]
     for part in text.split(",") if "=" in text else ():
-        if (called := part.partition("=")[0].strip()) not in names:
-            near = closest(called, names)
-            meant = f" (did you mean {near}?)" if near else ""
-            raise CallError("key-missing", f"no dimension {called!r}{meant}: the bundle has {listed(names) or 'none'}")
+        if (label := part.partition("=")[0].strip()) not in names:
+            best = closest(label, names)
+            hint = f" (did you mean {best}?)" if best else ""
+            raise CallError("key-missing", f"no dimension {label!r}{hint}: the bundle has {listed(names) or 'none'}")
     if "=" in text:
         sizes = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
         words = [sizes.get(name, "") for name in names] if sizes.keys() == set(names) and text.count("=") == len(names) else []
@@ -52,5 +52,5 @@ def parse(entry: EntrySpec, text: str) -> tuple[int, ...]:
 
 
 def spell(key: tuple[int, ...]) -> str:
-    """`8x128`."""
+    """Formats an int_key: `8x128`."""
     return "x".join(map(str, key)) or "-"

@@ -1,4 +1,4 @@
-"""Wires the commands.  Imports of torch, cgbundle's parts and Rich wait inside them, so that `--help` is quick."""
+"""Registers the commands.  They import torch, cgbundle and Rich when they run, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .commands import bench, build, check, diff, doctor, explain, inspect, opera
 
 
 class Command(TyperCommand):
-    """A command whose usage has what must be given as MODEL, where Typer writes {MODEL}, and which refuses two values for an option
-    that takes one, where Typer takes the last."""
+    """A command that shows a required argument as MODEL, where Typer shows {MODEL}.  It refuses two values for an option that takes
+    one, where Typer uses the last."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:  # a shell asks for words
+        if not ctx.resilient_parsing:  # True during shell completion
             parser: Any = self.make_parser(ctx)
             _, _, params = parser.parse_args(args=list(args))
             for param in params:
@@ -33,14 +33,14 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """The group of all commands: every exception of a command passes errors.py, whoever calls it."""
+    """The group of all commands; errors.py handles every exception of a command."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override, unused-ignore]
         with errors.as_text(ctx.obj):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override, unused-ignore]
-        ctx.obj = list(args)  # what the user typed: hints repeat it
+        ctx.obj = list(args)  # hints repeat the user's command
         with errors.as_text(ctx.obj):
             return super().parse_args(ctx, args)
 
@@ -102,13 +102,13 @@ def main() -> None:
     """The command `cgcompile`."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no reason to fail
+            stream.reconfigure(errors="backslashreplace")  # do not fail for characters that the terminal's encoding lacks
     signals.install()
     try:
         app(prog_name="cgcompile")
     finally:
-        if sys.stdout is not sys.__stdout__:  # a model's code has run, and what it prints at exit is no data
+        if sys.stdout is not sys.__stdout__:  # model code has run; its output at exit must not go to stdout
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
             sys.stdout = sys.stderr
-        gc.freeze()  # the interpreter would look through all of torch's objects for cycles while it ends: 1.6 s after a build
+        gc.freeze()  # skip the garbage collection at exit, which takes 1.6 s after a build

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, and what the shell completes in them."""
+"""Arguments and options of several commands, and their shell completion."""
 
 from __future__ import annotations
 
@@ -10,61 +10,65 @@ import typer
 from .errors import UsageError
 
 Words = list[tuple[str, str]]
-"""What a word may be completed to, each with what it is."""
+"""Completions with their descriptions."""
 
 
 def target_names(incomplete: str) -> Words:
-    """What `--target` may name."""
+    """Completes `--target`."""
     from cgcompile.targets.architectures import ARCHES
     from cgcompile.targets.instruction_sets import LEVELS
 
-    known = [("auto", "a GPU that is here, else the CPU"), ("cpu", "processors like this one"), ("cuda", "the GPU of this machine")]
-    known += [(row.name, "processors of that level") for row in LEVELS] + [(row.name, row.gpu) for row in ARCHES]
-    return _beginning(known, incomplete)
+    words = [
+        ("auto", "a GPU that is here, else the CPU"),
+        ("cpu", "processors like this one"),
+        ("cuda", "the GPU of this machine"),
+    ]
+    words += [(row.name, "processors of that level") for row in LEVELS] + [(row.name, row.gpu) for row in ARCHES]
+    return _with_prefix(words, incomplete)
 
 
 def chosen_by_default(target: str) -> str:
-    """What "auto" is here: `target`, and why."""
+    """Describes what "auto" chose, and why."""
     return "for cpu (no GPU is here; for one: --target cuda)" if target == "cpu" else f"for {target} (the GPU of this machine)"
 
 
 def baseline_names(incomplete: str) -> Words:
-    """What `--against` may name behind its last comma."""
+    """Completes the last name in `--against`."""
     from cgcompile.tools.bench.baselines import BASELINES
 
-    before, comma, _ = incomplete.rpartition(",")
-    words = before.split(",")
-    return _beginning([(f"{before}{comma}{name}", about) for name, about in BASELINES.items() if name not in words], incomplete)
+    prefix, comma, _ = incomplete.rpartition(",")
+    words = prefix.split(",")
+    return _with_prefix([(f"{prefix}{comma}{name}", text) for name, text in BASELINES.items() if name not in words], incomplete)
 
 
 def rule_names(incomplete: str) -> Words:
-    """The rules that findings are of."""
+    """Completes the name of a rule."""
     from cgcompile.util.explanations import explanations
 
-    return _beginning(
+    return _with_prefix(
         [(explanation.name, explanation.headline) for explanation in explanations() if explanation.kind == "finding"], incomplete
     )
 
 
 def recorded_keys(context: typer.Context, incomplete: str) -> Words:
-    """The int_keys of the bundle that the command names; none where there is none."""
+    """Completes an int_key of the command's bundle; [] without a bundle."""
     from cgbundle.errors import CgbundleError
     from cgbundle.self_test import name_key
     from cgbundle.validate.bundle import checked_manifest
 
     from .int_keys import spell
 
-    named = context.params.get("bundle") or next(iter(context.args), "")  # the parser gives up at an option without its value
+    path = context.params.get("bundle") or next(iter(context.args), "")  # parsing stops at an option without value
     try:
-        entries = checked_manifest(str(named)).entries[:1]
+        entries = checked_manifest(str(path)).entries[:1]
     except (CgbundleError, OSError):
         return []
-    return _beginning(
+    return _with_prefix(
         [(spell(program.key), name_key(entry, program.key)) for entry in entries for program in entry.programs], incomplete
     )
 
 
-def _beginning(words: Words, incomplete: str) -> Words:
+def _with_prefix(words: Words, incomplete: str) -> Words:
     return [word for word in words if word[0].startswith(incomplete)]
 
 
@@ -130,7 +134,7 @@ AnyTarget = Annotated[
         autocompletion=target_names,
     ),
 ]
-"""Of commands that build nothing."""
+"""For commands that build nothing."""
 
 MaxPaths = Annotated[
     int,
@@ -146,7 +150,7 @@ FallbackOps = Annotated[
 
 
 def check_writable(path: str) -> None:
-    """Raises UsageError where a file cannot be written: before the work, not after."""
+    """Raises UsageError before the work if a file cannot be written."""
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not os.access(folder, os.W_OK) or (os.path.exists(path) and not os.access(path, os.W_OK)):
         raise UsageError(f"{path}: cannot be written", "name a file in a folder that exists")

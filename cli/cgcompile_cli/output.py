@@ -1,8 +1,8 @@
-"""What commands write: data on stdout, everything else on stderr.
+"""Writes output of commands: data to stdout, everything else to stderr.
 
-On a terminal Rich fits text to its width and colours it unless NO_COLOR is set.  Elsewhere there are no control codes, and a line
-is neither broken nor cut, but for drawings and tables that say so.  `safe` is for every text that comes from a bundle: a hostile
-name must not drive the terminal.
+On a terminal Rich fits text to its width and colours it unless NO_COLOR is set.  Elsewhere there are no control codes, and lines
+are neither wrapped nor truncated, except in drawings and some tables.  Use `safe` for every text from a bundle, because a hostile
+name could contain terminal control codes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     """A name and what stands behind it."""
 
 UNBROKEN = 100_000
-"""Columns of an output that is no terminal."""
+"""Columns of an output that is not a terminal."""
 
 SHOWN = 12
-"""Rows of a list that are shown before the rest is counted: an 80-column screen should hold a small bundle."""
+"""Maximum rows of a list, so that a small bundle fits on an 80-column screen."""
 
 
 def safe(text: object) -> str:
-    """`text` on one line, with everything that is not printable (control characters, line breaks, direction marks) escaped."""
+    """Returns `text` on one line, with all unprintable characters (control characters, line breaks, direction marks) escaped."""
     return "".join([c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text)])
 
 
 def console(stream: IO[str], width: int = UNBROKEN) -> Console:
-    """A console on `stream` as it is now: tests and redirections replace sys.stdout and sys.stderr.  `width`: its columns where it
-    is no terminal."""
+    """Returns a console on `stream`; it is not cached, because tests and redirections replace sys.stdout and sys.stderr.  `width`:
+    its columns if it is not a terminal."""
     from rich.console import Console
 
     terminal = stream.isatty()
@@ -49,7 +49,7 @@ def console(stream: IO[str], width: int = UNBROKEN) -> Console:
 
 
 def show(renderable: RenderableType, stream: IO[str] | None = None, width: int = UNBROKEN) -> None:
-    """Writes something of Rich's to `stream` (default: stdout), in lines of `width` characters where that is no terminal."""
+    """Writes a renderable of Rich to `stream` (default: stdout), in lines of `width` characters if it is not a terminal."""
     target = console(stream or sys.stdout, width)
     if target.is_terminal:
         target.print(renderable)
@@ -61,46 +61,46 @@ def show(renderable: RenderableType, stream: IO[str] | None = None, width: int =
 
 @contextmanager
 def stdout_kept() -> Iterator[None]:
-    """While it lasts, all that is printed goes to stderr: by Python, by C, and by processes that are started.
+    """Redirects output to stderr during the block: of Python, C, and child processes.
 
-    In the command's own process (where sys.stdout is Python's) file descriptor 1 stays stderr's to the end: what a model's code
-    prints at exit is no data either.  sys.stdout has the real one then."""
-    before, data = sys.stdout, None
-    if before is sys.__stdout__:
-        with suppress(OSError, ValueError):  # one of them is closed
+    In the command's own process (where sys.stdout is Python's) file descriptor 1 stays redirected after the block, because model
+    code may print at exit.  sys.stdout then writes to the original stdout."""
+    stdout, duplicate = sys.stdout, None
+    if stdout is sys.__stdout__:
+        with suppress(OSError, ValueError):  # a stream is closed
             sys.stdout.flush()
-            data = os.dup(1)
+            duplicate = os.dup(1)
             os.dup2(2, 1)
     sys.stdout = sys.stderr
     try:
         yield
     finally:
-        sys.stdout = before
-        if data is not None:
+        sys.stdout = stdout
+        if duplicate is not None:
             with suppress(OSError, ValueError):
                 sys.__stdout__.flush()  # type: ignore[union-attr]  # what was printed through it
-            sys.stdout = open(data, "w", encoding=before.encoding, errors=before.errors, closefd=True)  # noqa: SIM115
+            sys.stdout = open(duplicate, "w", encoding=stdout.encoding, errors=stdout.errors, closefd=True)  # noqa: SIM115
 
 
 def say(text: str) -> None:
-    """A message: one line on stderr."""
+    """Writes a message: one line to stderr."""
     sys.stderr.write(safe(text) + "\n")
 
 
 LONGEST = 800
-"""Characters of an error's text, or of a hint: ten lines of a terminal.  --json has all of it."""
+"""Maximum characters of an error's text or hint: ten lines of a terminal.  --json has the full text."""
 
 
 def folded(text: str) -> str:
-    """`text` on one line, cut at the end where it is too long to be read."""
+    """Returns `text` on one line, truncated to LONGEST characters."""
     words = " ".join(text.split())
     more = len(words) - LONGEST
     return words if more <= 0 else f"{words[:LONGEST].rstrip()} ... and {more} more characters (--json has all)"
 
 
 def complain(message: str, hint: str) -> None:
-    """An error: one line on stderr, and one with what to do where there is something.  Without Rich, which would take longer to
-    import than most errors to find."""
+    """Writes an error and its hint to stderr, one line each.  Does not use Rich, whose import takes longer than finding most
+    errors."""
     colour = coloured(sys.stderr)
     for label, code, text in (("error: ", RED, message), ("hint: ", CYAN, hint)):
         if text:
@@ -109,21 +109,21 @@ def complain(message: str, hint: str) -> None:
 
 
 RED, CYAN = "1;31", "1;36"
-"""Bold red and bold cyan, as terminals number them (ECMA-48)."""
+"""Bold red and bold cyan in ECMA-48."""
 
 
 def coloured(stream: IO[str]) -> bool:
-    """Whether `stream` is a terminal that shows colours, whose user wants them."""
+    """Returns whether `stream` is a terminal with colours, and the user allows them."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
 
 
 def write_json(value: Any) -> None:
-    """`value` as JSON on stdout: ASCII, so that no name in it can drive a terminal."""
+    """Writes `value` as JSON to stdout.  It is ASCII, so that no name can contain terminal control codes."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Rows under heads, without lines; a head that begins with ">" is that of numbers.  Cells are made safe."""
+    """Makes a table without lines; a head that begins with ">" is right-aligned.  Cells are made safe."""
     from rich.table import Table
 
     headed = any(head.strip(">") for head in heads)
@@ -136,7 +136,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 
 def record(fields: Iterable[Field]) -> Table:
-    """Named fields one below the other, each a line or lines of text (made safe) or something of Rich's."""
+    """Makes rows of name and contents: text (made safe) or a renderable of Rich."""
     from rich.table import Table
 
     rich_table = Table.grid(padding=(0, 2, 0, 0))
@@ -149,36 +149,36 @@ def record(fields: Iterable[Field]) -> Table:
 
 
 def shortened(rows: Sequence[Any], limit: int = SHOWN) -> tuple[Sequence[Any], int]:
-    """The rows that are shown, and how many are not: never hides a single one."""
+    """Returns the rows to show, and the number of hidden ones, which is never 1."""
     return (rows, 0) if len(rows) <= limit + 1 else (rows[:limit], len(rows) - limit)
 
 
 def first_lines(lines: Sequence[str], limit: int = SHOWN) -> list[str]:
-    """The lines that are shown, then how many are not."""
+    """Returns the lines to show, then the number of hidden ones."""
     shown, hidden = shortened(lines, limit)
     return [*shown, *([f"and {hidden} more"] if hidden else [])]
 
 
 def first_rows(rows: Sequence[Sequence[object]], counted: int = 0) -> list[Sequence[object]]:
-    """The rows that are shown, then one that says in column `counted` how many are not."""
+    """Returns the rows to show, then one with the number of hidden rows in column `counted`."""
     shown, hidden = shortened(rows)
     rest = [f"and {hidden} more" if column == counted else "" for column in range(len(rows[0]) if hidden else 0)]
     return [*shown, *([rest] if rest else [])]
 
 
 def listed(words: Sequence[object], limit: int = SHOWN) -> str:
-    """`1, 8, 32, and 40 more`."""
+    """Formats a list: `1, 8, 32, and 40 more`."""
     shown, hidden = shortened(words, limit)
     return ", ".join(map(str, shown)) + (f", and {hidden} more" if hidden else "")
 
 
 def count(number: int, thing: str) -> str:
-    """`1 file`, `5 files`."""
+    """Formats a count: `1 file`, `5 files`."""
     return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def duration(seconds: float) -> str:
-    """`35 us`, `1.2 ms`, `0.21 s`, `24.3 s`, `2 min 05 s`."""
+    """Formats seconds: `35 us`, `1.2 ms`, `0.21 s`, `24.3 s`, `2 min 05 s`."""
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 0.1:

@@ -1,6 +1,6 @@
-"""The progress of a build or a benchmark on stderr: a line per finished stage, on a terminal also a live one.
+"""Shows the progress of a build or a benchmark on stderr: a line per finished stage, on a terminal also a live line.
 
-Where nobody looks at a terminal (a log, a pipe) a stage that may take long has a line when it begins, and one now and then.
+Without a terminal (a log, a pipe) a long stage gets a line at its begin, and then from time to time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = 10
 """Columns for the name of a stage."""
 
 IMPORT = "import"
-"""The stage that imports torch.  It is told when it begins, by a plain line: to import Rich first would double the wait."""
+"""The stage that imports torch.  It gets a plain line at its begin, because importing Rich first would double the wait."""
 
 
 LONG = {
@@ -41,10 +41,10 @@ LONG = {
     "warm up": "what is compared is compiled",
     "cold": "processes, one after the other",
 }
-"""Stages that may take half a minute, and what they do."""
+"""Stages that may take half a minute, with descriptions."""
 
 OFTEN = 10.0
-"""Seconds between two lines about a stage that goes on, where there is no terminal."""
+"""Seconds between two lines about a long stage without a terminal."""
 
 
 BAR = 20
@@ -53,22 +53,22 @@ BAR = 20
 
 @contextmanager
 def watching(quiet: bool, verbose: bool = False, estimate: Estimate | None = None) -> Iterator[Progress | None]:
-    """What a build or a benchmark tells of its stages: None where it is to be `quiet`.  What the model's code prints meanwhile, and
-    what it starts, goes to stderr: stdout has our data alone."""
+    """Yields the watcher of a build or a benchmark, None if `quiet`.  Output of model code and child processes goes to stderr, so
+    that stdout contains only data."""
     with ExitStack() as stack:
         stack.enter_context(stdout_kept())
         yield None if quiet else Progress(stack, verbose, estimate)
 
 
 def begin(stage: str, text: str) -> None:
-    """Tells that a stage begins, by a plain line: of what takes long before the first stage is done."""
+    """Writes a plain line at the begin of a stage."""
     say(f"{stage:<{NAMES}} {'...':>10}  {text}".rstrip())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """What a process has spent so far: seconds of processors, its own and those of processes that it has waited for, and the bytes
-    of memory that it, or the largest of these, had at most."""
+    """Resources that a process has used: CPU seconds of itself and of its finished children, and the peak memory in bytes of itself
+    and of the largest child."""
 
     self_seconds: float
     others: float
@@ -77,7 +77,7 @@ class Spent:
 
 
 def spent() -> Spent:
-    """Of this process."""
+    """Returns the usage of this process."""
     usage, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     unit = 1 if sys.platform == "darwin" else 1024
     return Spent(
@@ -87,15 +87,15 @@ def spent() -> Spent:
 
 
 class Progress:
-    """Watches a build: prints a line for every finished stage, with `verbose` also for what happens inside one.  On a terminal the
-    stage that runs has a live line, until `stack` is closed, with a bar where the `estimate` knows of such a build."""
+    """Watches a build: prints a line for every finished stage, with `verbose` also for details.  On a terminal the running stage
+    has a live line until `stack` is closed, with a bar if the `estimate` knows a similar build."""
 
     def __init__(self, stack: ExitStack, verbose: bool = False, estimate: Estimate | None = None) -> None:
         self._stack, self._verbose, self._estimate = stack, verbose, estimate
         self._live: Live | None = None
         self._spinner: Spinner | None = None
         self._stage, self._detail, self._begin = "", "", 0.0
-        self._told = 0.0
+        self._last_line = 0.0
         self._before = spent()
         self._rows: list[tuple[str, ...]] = []
 
@@ -110,35 +110,35 @@ class Progress:
                 self._estimate.done(event.stage, event.seconds)
             return
         left = self._time_left(event.stage, event.seconds)
-        still = f", about {_about(left.seconds)} left" if left is not None else ""
+        left_text = f", about {_about(left.seconds)} left" if left is not None else ""
         if self._live is None and event.state == "start" and event.stage in LONG:
-            begin(event.stage, LONG[event.stage] + still)
-            self._told = 0.0
+            begin(event.stage, LONG[event.stage] + left_text)
+            self._last_line = 0.0
         if event.stage == IMPORT and event.state == "detail" and not self._detail:
             begin(event.stage, event.text)
         elif event.state == "detail" and event.text and (self._verbose or self._due(event)):
-            self._told = event.seconds
-            text = event.text + (still if event.stage in LONG and self._live is None else "")
+            self._last_line = event.seconds
+            text = event.text + (left_text if event.stage in LONG and self._live is None else "")
             self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {text}")
         self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
 
     def _count(self, event: Event) -> None:
-        """What the stage spent.  Of two stages of one name there are two rows."""
-        now, before = spent(), self._before
-        seconds = (event.seconds, now.self_seconds - before.self_seconds, now.others - before.others)
+        """Adds the resources of a stage.  Two stages of one name have two rows."""
+        now, previous = spent(), self._before
+        seconds = (event.seconds, now.self_seconds - previous.self_seconds, now.others - previous.others)
         self._rows.append((event.stage, *map(duration, seconds), size(now.memory), size(now.largest)))
         self._before = now
 
     def stages(self) -> Table:
-        """A row for every stage that is done: seconds, those of processors, and the most memory until then."""
+        """Returns a row for every finished stage: seconds, CPU seconds, and peak memory."""
         return table(("", ">seconds", ">processor", ">in others", ">memory", ">of the largest other"), self._rows)
 
     def _time_left(self, stage: str, seconds: float) -> Left | None:
         return self._estimate.left(stage, seconds) if self._estimate is not None else None
 
     def _due(self, event: Event) -> bool:
-        """Whether a log has heard nothing of a long stage for a while."""
-        return self._live is None and event.stage in LONG and event.seconds - self._told >= OFTEN
+        """Returns whether a long stage needs a new line in a log."""
+        return self._live is None and event.stage in LONG and event.seconds - self._last_line >= OFTEN
 
     def _begin_live(self) -> None:
         target = console(sys.stderr)
@@ -148,8 +148,8 @@ class Progress:
         from rich.spinner import Spinner
 
         self._spinner = Spinner("line")
-        shown = Live(console=target, get_renderable=self.running, refresh_per_second=8, transient=True)
-        self._live = self._stack.enter_context(shown)
+        live = Live(console=target, get_renderable=self.running, refresh_per_second=8, transient=True)
+        self._live = self._stack.enter_context(live)
 
     def _print(self, line: str) -> None:
         if self._live is None:
@@ -158,7 +158,7 @@ class Progress:
             self._live.console.print(safe(line.rstrip()), no_wrap=True, overflow="ellipsis")  # above the live line
 
     def running(self) -> Table:
-        """The live line: a spinner, the stage, how long it has run, how far the build is and what is left, the latest detail."""
+        """Makes the live line: a spinner, stage, elapsed time, bar, remaining time, and the latest detail."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -169,11 +169,11 @@ class Progress:
             taken = time.perf_counter() - self._begin
             left = self._time_left(self._stage, taken)
             bar = ProgressBar(total=1.0, completed=left.part, width=BAR) if left is not None else ""
-            still = f"{_about(left.seconds)} left" if left is not None else ""
-            line.add_row(f"{safe(self._stage):<{NAMES}} {taken:>8.1f} s", self._spinner, bar, still, safe(self._detail))
+            left_text = f"{_about(left.seconds)} left" if left is not None else ""
+            line.add_row(f"{safe(self._stage):<{NAMES}} {taken:>8.1f} s", self._spinner, bar, left_text, safe(self._detail))
         return line
 
 
 def _about(seconds: float) -> str:
-    """Whole seconds, and from a minute on tens of them."""
+    """Formats seconds, from a minute on rounded down to tens."""
     return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60 // 10 * 10:02d} s"

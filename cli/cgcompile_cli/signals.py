@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a command as Ctrl-C does: what was half done is removed, and what it started ends with it."""
+"""SIGTERM and SIGHUP end a command as Ctrl-C does: unfinished files are removed, and child processes are ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = {signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 
 class Stopped(KeyboardInterrupt):
-    """Signal `number` came.  An interrupt to all that knows interrupts: `subprocess` then waits a moment for a child's own end."""
+    """Signal `number` was received.  It is a KeyboardInterrupt, so that `subprocess` waits briefly for a child's end."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -23,18 +23,18 @@ class Stopped(KeyboardInterrupt):
 
 
 def install() -> None:
-    """From here on the first of these signals raises Stopped in the main thread, and further ones are ignored while it unwinds.
-    One that whoever started this process ignores (nohup) stays ignored."""
-    ours = os.getpid()
+    """Installs handlers: the first of these signals raises Stopped in the main thread, and later ones are ignored.  A signal that
+    was ignored at the start (nohup) stays ignored."""
+    own_pid = os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != ours:  # a process that was forked, and has not executed a program of its own
+        if os.getpid() != own_pid:  # a forked process without exec
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         for name in NAMES:
             signal.signal(name, signal.SIG_IGN)
-        for process in descendants(ours):  # a terminal tells them all of Ctrl-C, whoever sends this may tell this process alone
+        for process in descendants(own_pid):  # Ctrl-C reaches all processes, but these signals may be sent to this one only
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, number)
         raise Stopped(number)
@@ -45,10 +45,10 @@ def install() -> None:
 
 
 def descendants(process: int) -> list[int]:
-    """The processes that `process` started, and those that they started, as /proc knows them; none where there is no /proc."""
+    """Returns all child processes of `process`, recursively, from /proc; [] without /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has ended
             parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(path.parent.name))
     processes = list(children.get(process, []))

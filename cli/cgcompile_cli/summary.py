@@ -1,4 +1,4 @@
-"""A bundle's manifest in the words that `build` and `inspect` show, and what follows from it for `--json`.  Pure."""
+"""Texts about a bundle's manifest for `build` and `inspect`, and derived values for `--json`.  Pure functions."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
 
 
 FEATURES = 3
-"""Processor features that are named before the rest is counted; all those of a level are one."""
+"""Maximum processor features that are listed; all features of a level count as one."""
 
 UNASKED = {"cx16", "xsave"}
-"""Features of levels that no compiled code is known to need."""
+"""Features of levels that compiled code does not use."""
 
-TELLING = ("avx", "amx", "fma", "sve", "asimd")
-"""How the names of features begin that tell most about a processor: they are named first."""
+MAIN_FEATURES = ("avx", "amx", "fma", "sve", "asimd")
+"""Prefixes of the most important processor features, which are listed first."""
 
 UPDATED = "(updated by the call)"
-"""What is said of an input that the model writes to."""
+"""The remark on an input that the model writes to."""
 
 RANDOM = "the seed of the random numbers, and how many calls there were"
-"""What the row of state is called that the manifest names as `random`."""
+"""The name of the state that the manifest calls `random`."""
 
 PADDING = {"rows": "padded (any filling is exact)", "zeros": "padded with zeros", "no": "never padded"}
 
 
 OWN_ATTRIBUTES = ("manifest", "name", "int_keys", "inputs", "outputs", "memory", "state")
-"""Attributes of a loaded program that its class does not show."""
+"""Attributes of a loaded program that its class does not have."""
 
 SHOWN = 60
-"""Characters of a constant that are shown."""
+"""Maximum characters of a constant."""
 
 TABLE = "cgcompile.table."
-"""How the names of weights begin that are no weights of the model: cgcompile/targets/weights.py writes them."""
+"""Prefix of weights that are not weights of the model; cgcompile/targets/weights.py writes them."""
 
 
 def plain(path: str, manifest: Manifest) -> dict[str, Any]:
-    """What `--json` gives: the manifest as it is stored, and what follows from it.  `entry` to `mutated_buffers` are of the first
-    entry, and `entries` says the same of all."""
+    """Returns the object for `--json`: the stored manifest, and values derived from it.  `entry` to `mutated_buffers` describe the
+    first entry, and `entries` describes all of them."""
     rows = [plain_entry(manifest, entry) for entry in manifest.entries]
     names, frozen = updatable(manifest)
     return {
@@ -82,18 +82,18 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def variant_names(path: str) -> list[str]:
-    """The names of all variants of a bundle."""
+    """Returns the names of all variants of a bundle."""
     return [variant_name(target) for target in archive.Archive(path).variants.targets()]
 
 
 def variants(path: str, manifest: Manifest) -> list[tuple[str, str]]:
-    """The field of a bundle with several variants: their names, and which one is shown."""
+    """Returns the field of a bundle with several variants: their names, and which one is shown."""
     names = variant_names(path)
     return [("variants", f"{', '.join(names)}; shown is {variant_name(manifest.target)}")] if len(names) > 1 else []
 
 
 def plain_entry(manifest: Manifest, entry: EntrySpec) -> dict[str, Any]:
-    """What follows from what an entry has for itself."""
+    """Returns values derived from an entry."""
     return {
         "entry": entry.name,
         "int_keys": [list(program.key) for program in entry.programs],
@@ -107,14 +107,14 @@ def plain_entry(manifest: Manifest, entry: EntrySpec) -> dict[str, Any]:
 
 
 def plain_programs(manifest: Manifest, entry: EntrySpec) -> list[dict[str, Any]]:
-    """The programs of an entry as they are stored."""
+    """Returns the programs of an entry as they are stored."""
     entries = json.loads(manifest_text.encode(manifest))["entries"]
     rows: list[dict[str, Any]] = next(row["programs"] for row in entries if row["name"] == entry.name)
     return rows
 
 
 def signature(path: str) -> dict[str, str] | None:
-    """The key that claims to have signed it (64 digits, not checked), or what is wrong; None without a signature."""
+    """Returns the key of the signature (64 digits, not checked), or the error; None without a signature."""
     try:
         claim = signatures.read(archive.Archive(path))
     except BundleError as error:
@@ -123,26 +123,28 @@ def signature(path: str) -> dict[str, str] | None:
 
 
 def signed(path: str) -> str:
-    """`by key d75a98... (not checked)`, `no`, or what is wrong with the signature."""
+    """Describes the signature: `by key d75a98... (not checked)`, `no`, or its error."""
     claim = signature(path)
     return "no" if claim is None else f"by key {claim['key']} (not checked)" if "key" in claim else f"wrongly: {claim['error']}"
 
 
 def bulk(manifest: Manifest) -> str:
-    """`5 files, 1.2 MiB`."""
+    """Formats files and bytes: `5 files, 1.2 MiB`."""
     return f"{count(len(manifest.files) + 1, 'file')}, {size(manifest_text.bundle_bytes(manifest))}"
 
 
 def target(row: Target) -> str:
-    """`cpu x86_64 (x86-64-v3, avx_vnni, and 9 more), to run: torch 2.13 or newer`, or for a level of processors `cpu x86-64-v3, to
-    run: ...`.  What brings all that it needs of torch runs on OpenMP's library."""
+    """Describes a target: `cpu x86_64 (x86-64-v3, avx_vnni, and 9 more), to run: torch 2.13 or newer`, or `cpu x86-64-v3, to run:
+    ...`.  A standalone bundle needs only OpenMP's library."""
     from cgbundle.cpu.libtorch import OPENMP  # late: it imports ctypes
 
-    held = max(
+    best = max(
         [level for level in LEVELS if set(level.features) - UNASKED <= set(row.features)], key=lambda tier: tier.name, default=None
     )
-    ranked = sorted(set(row.features) - set(held.features if held else ()), key=lambda name: (not name.startswith(TELLING), name))
-    named = [held.name, *ranked] if held else ranked
+    ranked = sorted(
+        set(row.features) - set(best.features if best else ()), key=lambda name: (not name.startswith(MAIN_FEATURES), name)
+    )
+    named = [best.name, *ranked] if best else ranked
     features = f" ({listed(named, FEATURES)})" if row.features else ""
     needs = [f"torch {row.torch} or newer"] if row.torch else [OPENMP] if row.kind == "cpu" else []
     if row.driver:
@@ -151,12 +153,12 @@ def target(row: Target) -> str:
 
 
 def shape(sizes: Sequence[Any]) -> str:
-    """`[batch, 64]`."""
+    """Formats a shape: `[batch, 64]`."""
     return "[" + ", ".join([text(expression) for expression in sizes]) + "]"
 
 
 def returned(entry: EntrySpec) -> list[tuple[TensorSpec, str]]:
-    """The outputs that a call returns, with their shapes: `[<=n, 4]` where data decides how many rows there are."""
+    """Returns the outputs of a call with their shapes: `[<=n, 4]` if the number of rows depends on data."""
     counts = {row.count for row in entry.data_sizes}
     bounded = {(row.output, row.axis) for row in entry.data_sizes}
     return [
@@ -167,11 +169,11 @@ def returned(entry: EntrySpec) -> list[tuple[TensorSpec, str]]:
 
 
 def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str, str, str, str]]:
-    """(in or out, name, dtype, shape, remark) of every input and output, and (in, name, type, value, remark) of the constants.
-    A side without any has a row `none`.  The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with input x)`,
-    how a constant is given, or ""."""
+    """Returns (in or out, name, dtype, shape, remark) of every input and output, and (in, name, type, value, remark) of the
+    constants.  A side without any has a row `none`.  The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with
+    input x)`, how a constant is given, or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, entry, alias)})" for alias in entry.aliases}
-    indices = {at: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for at, spec in enumerate(entry.inputs) if spec.range}
+    indices = {i: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for i, spec in enumerate(entry.inputs) if spec.range}
     updated = indices | dict.fromkeys(entry.mutated_inputs, UPDATED)
     rows = {
         side: [(side, spec.name, spec.dtype, sizes, remarks.get(index, "")) for index, (spec, sizes) in enumerate(specs)]
@@ -184,12 +186,12 @@ def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str,
         ("in", constant.name, type(constant.value).__name__, cut(repr(constant.value)), constant_remark(constant))
         for constant in constants(entry)
     ]
-    taken, outputs = [*rows["in"], *fixed], rows["out"]
-    return [*(taken or [("in", "none", "", "", "")]), *(outputs or [("out", "none", "", "", "")])]
+    inputs, outputs = [*rows["in"], *fixed], rows["out"]
+    return [*(inputs or [("in", "none", "", "", "")]), *(outputs or [("out", "none", "", "", "")])]
 
 
 def constant_remark(constant: Constant) -> str:
-    """`(constant, may be left out)`, `(constant, must be given: the model's default is 1.0)`."""
+    """Returns `(constant, may be left out)`, `(constant, must be given: the model's default is 1.0)`."""
     if not constant.required:
         return "(constant, may be left out)"
     model_default = f": the model's default is {cut(repr(constant.default[0]))}" if constant.default else ""
@@ -197,12 +199,12 @@ def constant_remark(constant: Constant) -> str:
 
 
 def cut(text: str) -> str:
-    """`text`, or its beginning where it is long."""
+    """Truncates `text` to SHOWN characters."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def alias_of(manifest: Manifest, entry: EntrySpec, alias: Alias) -> str:
-    """`input x`, `output y`, `weight table`, `state cache`: what an output shares memory with."""
+    """Names what an output shares memory with: `input x`, `output y`, `weight table`, `state cache`."""
     if alias.memory in ("inputs", "outputs"):
         specs = entry.inputs if alias.memory == "inputs" else entry.outputs
         return f"{alias.memory.removesuffix('s')} {specs[alias.index].name}"
@@ -210,13 +212,13 @@ def alias_of(manifest: Manifest, entry: EntrySpec, alias: Alias) -> str:
 
 
 def padding(row: Dimension) -> str:
-    """`batch: padded (any filling is exact), chunked: <why>`."""
+    """Describes a dimension: `batch: padded (any filling is exact), chunked: <why>`."""
     chunks = "chunked" if row.chunk else "not chunked"
     return f"{row.name}: {PADDING[row.pad]}, {chunks}" + (f": {row.reason}" if row.reason else "")
 
 
 def unpadded(entry: EntrySpec) -> list[str]:
-    """`seq takes 16, 64 only: ...` of every dimension at whose recorded sizes alone calls are taken."""
+    """Describes every dimension that accepts only recorded sizes: `seq takes 16, 64 only: ...`."""
     hint = "other sizes are refused; `padding` above says why, `cgcompile explain padding` what to do"
     return [
         f"{dimension.name} takes {listed(dimension.sizes)} only: {hint}" for dimension in entry.dimensions if dimension.pad == "no"
@@ -224,31 +226,31 @@ def unpadded(entry: EntrySpec) -> list[str]:
 
 
 def sizes(manifest: Manifest, entry: EntrySpec) -> str:
-    """`batch 1, 8 x seq 32, 128: 4 int_keys`, and `, exported per size` where each has an exported program of its own."""
+    """Formats the sizes: `batch 1, 8 x seq 32: 4 int_keys`.  Adds `, exported per size` if each has its own exported program."""
     axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in entry.dimensions])
     suffix = ", exported per size" if file_names.per_size(manifest, entry) else ""
     return f"{axes or 'no dimensions'}: {count(len(entry.programs), 'int_key')}{suffix}"
 
 
 def mutated_buffers(manifest: Manifest, entry: EntrySpec) -> list[str]:
-    """The names of the state that a call changes."""
+    """Returns the names of the state that a call changes."""
     return [manifest.weights[index].name for index in entry.mutated_buffers]
 
 
 def entry_lines(manifest: Manifest, entry: EntrySpec) -> list[str]:
-    """An entry's name, and `changes keys, values` where its calls change state."""
+    """Returns an entry's name, and `changes keys, values` if its calls change state."""
     names = mutated_buffers(manifest, entry)
     return [entry.name, *([f"changes {listed(names, 4)}"] if names else [])]
 
 
 def axes(entry: EntrySpec) -> list[str]:
-    """`batch: axis 0 of ids, mask` of every dimension."""
+    """Returns `batch: axis 0 of ids, mask` for every dimension."""
     shapes = [(spec.name, spec.shape) for spec in entry.inputs]
     return [f"{dimension.name}: {cut(standing(dimension.name, shapes))}" for dimension in entry.dimensions]
 
 
 def world(manifest: Manifest) -> list[str]:
-    """Over how many GPUs the model goes, and what each rank has on disk; [] for a model for one device."""
+    """Describes the number of GPUs and the bytes of each rank; [] for a model on one device."""
     if not manifest.world:
         return []
     rank, ranks = manifest.world.rank, manifest.world.size
@@ -260,17 +262,17 @@ def world(manifest: Manifest) -> list[str]:
 
 
 def memory(manifest: Manifest) -> str:
-    """`weights 1.2 MiB, arena 80.0 KiB`."""
+    """Formats the memories: `weights 1.2 MiB, arena 80.0 KiB`."""
     return ", ".join([f"{name} {size(number)}" for name, number in manifest.memories if number]) or "none of its own"
 
 
 def weight_bytes(manifest: Manifest) -> int:
-    """Bytes of the weights, tied ones once."""
+    """Returns the bytes of the weights, tied ones once."""
     return sum({weight.tensor: nbytes(weight.dtype, weight.shape) for weight in manifest.weights}.values())
 
 
 def ties(manifest: Manifest) -> list[list[str]]:
-    """The names of weights that share one tensor, a list per tensor."""
+    """Returns the names of weights that share a tensor, a list per tensor."""
     named: dict[str, list[str]] = defaultdict(list)
     for weight in manifest.weights:
         named[weight.tensor].append(weight.name)
@@ -278,23 +280,23 @@ def ties(manifest: Manifest) -> list[list[str]]:
 
 
 def weights(manifest: Manifest) -> list[str]:
-    """`6 weights, 1.2 MiB` and a line per tie."""
+    """Returns `6 weights, 1.2 MiB` and a line per tie."""
     tied, hidden = shortened(ties(manifest), 3)
     changed = stateful(manifest)
     fixed_bytes = weight_bytes(manifest) - sum(nbytes(weight.dtype, weight.shape) for weight in changed)
     tables = sum(weight.name.startswith(TABLE) for weight in manifest.weights)
-    held = count(len(manifest.weights) - len(changed) - tables, "weight") + (f" and {count(tables, 'table')}" if tables else "")
-    lines = [f"{held}, {size(fixed_bytes)}", *(" = ".join(names) for names in tied)]
+    counts = count(len(manifest.weights) - len(changed) - tables, "weight") + (f" and {count(tables, 'table')}" if tables else "")
+    lines = [f"{counts}, {size(fixed_bytes)}", *(" = ".join(names) for names in tied)]
     return [*lines, *([f"and {hidden} more ties"] if hidden else [])]
 
 
 def stateful(manifest: Manifest) -> list[Weight]:
-    """The buffers that calls change, the state of the random numbers among them."""
+    """Returns the buffers that calls change, including the state of the random numbers."""
     return [weight for weight in manifest.weights if weight.memory == "state"]
 
 
 def state(manifest: Manifest) -> list[str]:
-    """`2 buffers that calls change, 1.2 MiB in every session` and a line for the first of them; no line without any."""
+    """Returns `2 buffers that calls change, 1.2 MiB in every session` and a line for the first ones; [] without state."""
     hidden = {manifest.random, *[dimension.count for dimension in manifest.state_dimensions]}
     buffers = [weight for index, weight in enumerate(manifest.weights) if weight.memory == "state" and index not in hidden]
     total = sum(nbytes(weight.dtype, weight.shape) for weight in buffers)
@@ -308,7 +310,7 @@ def state(manifest: Manifest) -> list[str]:
 
 
 def state_rows(manifest: Manifest) -> list[str]:
-    """`pages: 9 rows or more, chosen by load(..., state={"pages": N}); 65 are of use, 4.0 KiB each`."""
+    """Returns `pages: 9 rows or more, chosen by load(..., state={"pages": N}); 65 are of use, 4.0 KiB each` by dimension."""
     lines = []
     for dimension in manifest.state_dimensions:
         rows = [manifest.weights[index] for index in dimension.weights]
@@ -322,7 +324,7 @@ def state_rows(manifest: Manifest) -> list[str]:
 
 
 def donations(manifest: Manifest) -> list[tuple[str, str]]:
-    """(`prefill.hidden`, `decode.hidden`): an output, and the input that takes it where it lies."""
+    """Returns (`prefill.hidden`, `decode.hidden`): an output, and the input that reads it in place."""
     rows = [(row, entry_named(manifest, row.source), entry_named(manifest, row.target)) for row in manifest.donations]
     return [
         (f"{row.source}.{source.outputs[row.output].name}", f"{row.target}.{target.inputs[row.input].name}")
@@ -331,14 +333,14 @@ def donations(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def donation_lines(manifest: Manifest) -> list[str]:
-    """The donations, and what of the arena is reserved for their outputs; no line where there are none."""
+    """Returns the donations, and the bytes of the arena that are reserved for them; [] if there are none."""
     lines = [f"{source} -> {target}" for source, target in donations(manifest)]
-    kept = ", ".join([f"{row.entry} {size(row.bytes)}" for row in manifest.donated])
-    return [*lines, *([f"reserved in the arena: {kept}"] if kept else [])]
+    reserved = ", ".join([f"{row.entry} {size(row.bytes)}" for row in manifest.donated])
+    return [*lines, *([f"reserved in the arena: {reserved}"] if reserved else [])]
 
 
 def files(manifest: Manifest) -> Table:
-    """A row per file; a folder of many is one row."""
+    """Makes a row per file; a folder with many files is one row."""
     folders: dict[str, list[int]] = defaultdict(list)
     for file in manifest.files:
         folders[file.path.rpartition("/")[0]].append(file.bytes)
@@ -350,7 +352,7 @@ def files(manifest: Manifest) -> Table:
 
 
 def load_lines(path: str, manifest: Manifest, entries: Sequence[EntrySpec] = ()) -> list[str]:
-    """Python that loads the bundle and calls `entries`, by default all of them."""
+    """Returns Python code that loads the bundle and calls `entries`, by default all of them."""
     devices = f", devices={list(range(manifest.world.size))}" if manifest.world else ""
     lines = ["import cgbundle", f"program = cgbundle.load({path!r}{devices})"]
     for entry in entries or manifest.entries:
@@ -360,7 +362,7 @@ def load_lines(path: str, manifest: Manifest, entries: Sequence[EntrySpec] = ())
 
 
 def attribute(entry: str) -> str:
-    """`program.decode`, or `program["reset"]` where a loaded program has an attribute of that name."""
+    """Returns `program.decode`, or `program["reset"]` if a loaded program has an attribute of that name."""
     from cgbundle.program import Program  # late: few bundles have several entries
 
     return f"program[{entry!r}]" if hasattr(Program, entry) or entry in OWN_ATTRIBUTES else f"program.{entry}"

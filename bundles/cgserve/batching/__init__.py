@@ -1,1 +1,1 @@
-"""Requests that go together: a bounded queue, sequences of tokens grouped by length, and where their time goes."""
+"""Batches requests: a bounded queue, token sequences grouped by length, and statistics of their time."""

@@ -1,8 +1,7 @@
-"""A bounded queue of requests that are answered together: deadlines, batches, and nobody pays for another's request.
+"""A bounded queue of requests with deadlines, which are answered in batches.  An invalid request does not fail others.
 
-Plain asyncio.  A recorded size costs the same however many of its rows are real.  So requests of one group (whose rows may lie in
-one call) wait a moment for each other.  tensors/entry.py uses it, and token_batches.py, for sequences of
-tokens.
+A call of a recorded size takes the same time for any number of real rows.  So requests of one group, whose rows can share a call,
+wait briefly for each other.  Uses asyncio only.  tensors/entry.py uses it, and token_batches.py for sequences of tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 Call = Callable[[Sequence[Any]], Sequence[Any]]
-"""Items of one group -> an answer for each, in the queue's thread."""
+"""Items of one group -> an answer for each; runs in the queue's thread."""
 
 
 class Busy(Exception):
-    """As many requests wait as may: come back after `seconds`."""
+    """The queue is full; retry after `seconds`."""
 
     def __init__(self, text: str, seconds: int) -> None:
         super().__init__(text)
@@ -39,8 +38,8 @@ class Late(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
-    """A request that waits: its item and the rows in it, since when and until when (the event loop's clock, in seconds), where its
-    answer goes, and the context variables of whoever asked."""
+    """A waiting request: its item and number of rows, its start and deadline (seconds of the event loop's clock), the future of its
+    answer, and the context variables of its caller."""
 
     item: Any
     rows: int
@@ -52,8 +51,8 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What went into a call together: the rows of each request, the seconds that each waited, those that the call took, and the
-    context of each.  `failed`: nothing was answered; several requests then go again, one by one."""
+    """The requests of one call: the rows of each, the seconds that each waited, the seconds of the call, and the context of each.
+    `failed`: the call raised; several requests are then retried one by one."""
 
     rows: tuple[int, ...]
     waited: tuple[float, ...]
@@ -65,9 +64,9 @@ class Batch:
 class RequestQueue:
     """`async with RequestQueue(...) as queue:` ... `await queue.answer(item, group, rows, seconds)`.
 
-    A call is made when `largest` rows of one group wait, or the oldest of them has waited for `wait` seconds; a request with more
-    rows goes alone.  Calls run in `thread`, at most `calls` at once; what comes meanwhile waits for the next.  At most `limit`
-    requests wait.  `watch` is told of every batch.  Leaving the block answers what waits and takes nothing more.
+    Makes a call when `largest` rows of one group wait, or the oldest request has waited `wait` seconds.  A request with more rows
+    is called alone.  At most `calls` calls run at once in `thread`, and at most `limit` requests wait.  `watch` gets every batch.
+    Leaving the block answers the waiting requests and accepts no more.
     """
 
     def __init__(
@@ -79,18 +78,18 @@ class RequestQueue:
         self._queues: dict[Hashable, deque[Waiting]] = {}
         self._arrived = asyncio.Event()
         self._open = False
-        self._count = self._rows = 0  # of what waits
-        self._pace = 0.0  # seconds that a call takes, about
+        self._count = self._rows = 0  # waiting requests and their rows
+        self._pace = 0.0  # moving average of a call's seconds
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their call."""
+        """The number of waiting requests."""
         return self._count
 
     def pause(self, calls: int) -> int:
-        """The seconds that so many calls take, about, and those that wait; at least 1."""
-        before = max(len(self._queues), math.ceil(self._rows / self._largest))
-        return max(1, math.ceil((before + calls) * self._pace / self._calls))
+        """Estimates the seconds for `calls` calls and those that wait; at least 1."""
+        waiting_calls = max(len(self._queues), math.ceil(self._rows / self._largest))
+        return max(1, math.ceil((waiting_calls + calls) * self._pace / self._calls))
 
     async def __aenter__(self) -> RequestQueue:
         self._open = True
@@ -103,7 +102,7 @@ class RequestQueue:
         await self._task
 
     async def answer(self, item: Any, group: Hashable, rows: int, seconds: float) -> Any:
-        """The answer for an item of `rows` rows, within `seconds`.  Raises Busy, Stopping, Late, and what the call raises."""
+        """Returns the answer for an item of `rows` rows, within `seconds`.  Raises Busy, Stopping, Late, and errors of the call."""
         if not self._open:
             raise Stopping("the model is being closed")
         if self._count >= self._limit:
@@ -121,13 +120,13 @@ class RequestQueue:
         except TimeoutError:
             self._forget(group, waiting)
             raise Late(f"no answer within {seconds:g} s") from None
-        except asyncio.CancelledError:  # who asked has gone away
+        except asyncio.CancelledError:  # the client disconnected
             self._forget(group, waiting)
             raise
 
     def _forget(self, group: Hashable, waiting: Waiting) -> None:
         queue = self._queues.get(group, deque())
-        with suppress(ValueError):  # it is being computed
+        with suppress(ValueError):  # it is in a running call
             queue.remove(waiting)
             self._count, self._rows = self._count - 1, self._rows - waiting.rows
         if not queue:
@@ -140,9 +139,9 @@ class RequestQueue:
                 calls.create_task(self._serve(self._take(group), free))
 
     async def _serve(self, batch: Sequence[Waiting], free: asyncio.Semaphore) -> None:
-        """One call, and then room for another one."""
+        """Makes one call, then frees its place."""
         for waiting, answer in zip(batch, await self._answers(batch), strict=True):
-            if waiting.answer.done():  # late, or gone
+            if waiting.answer.done():  # late, or disconnected
                 continue
             if isinstance(answer, BaseException):
                 waiting.answer.set_exception(answer)
@@ -151,7 +150,7 @@ class RequestQueue:
         free.release()
 
     def _take(self, group: Hashable) -> list[Waiting]:
-        """The next requests of a group whose rows go into one call: at least one."""
+        """Takes the next requests of a group whose rows fit into one call: at least one."""
         queue, batch, rows = self._queues[group], list[Waiting](), 0
         while queue and (not batch or rows + queue[0].rows <= self._largest):
             batch.append(queue.popleft())
@@ -162,23 +161,23 @@ class RequestQueue:
         return batch
 
     async def _answers(self, batch: Sequence[Waiting]) -> list[Any]:
-        """An answer or an exception for each.  A batch that fails is done again one by one: nobody pays for another's request."""
+        """Returns an answer or an exception for each.  A failed batch is retried one by one: an invalid request fails alone."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        done = loop.run_in_executor(self._thread, self._call, [waiting.item for waiting in batch])
-        await asyncio.wait([done])
+        future = loop.run_in_executor(self._thread, self._call, [waiting.item for waiting in batch])
+        await asyncio.wait([future])
         seconds = loop.time() - began
         self._pace = seconds if not self._pace else 0.8 * self._pace + 0.2 * seconds
         rows, contexts = tuple([waiting.rows for waiting in batch]), tuple([waiting.context for waiting in batch])
-        error = done.exception()
+        error = future.exception()
         self._watch(Batch(rows, tuple([began - waiting.since for waiting in batch]), seconds, contexts, failed=error is not None))
         if error is None:
-            return list(done.result())
-        return [error] if len(batch) == 1 else [answer for one in batch for answer in await self._answers([one])]
+            return list(future.result())
+        return [error] if len(batch) == 1 else [answer for failed in batch for answer in await self._answers([failed])]
 
     async def _next_group(self) -> Hashable | None:
-        """The group that goes next: of those that are full or have waited long enough, the one whose first request waits longest.
-        None when nothing waits and nothing more will come."""
+        """Waits for the next group: of those that are full or have waited long enough, the one with the oldest request.  Returns
+        None when the queue is closed and empty."""
         loop = asyncio.get_running_loop()
         while True:
             self._arrived.clear()

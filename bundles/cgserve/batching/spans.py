@@ -1,4 +1,4 @@
-"""Where the time of requests goes: seconds in named stretches, over all requests since the start."""
+"""Sums of seconds by name, over all requests since the start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threading import Lock
 
 
 class Spans:
-    """Seconds by name, counted from any thread."""
+    """Seconds by name; thread-safe."""
 
     def __init__(self) -> None:
         self._seconds = defaultdict[str, float](float)
@@ -18,18 +18,16 @@ class Spans:
 
     @contextmanager
     def span(self, name: str, requests: int = 1) -> Iterator[None]:
-        """The block is a stretch of so many requests, all of which it keeps waiting."""
+        """Adds the block's time for each of `requests` requests, which all wait for it."""
         began = time.perf_counter()
         yield
         self.add(name, (time.perf_counter() - began) * requests)
 
     def add(self, name: str, seconds: float) -> None:
-        """So many seconds of some requests."""
         with self._lock:
             self._seconds[name] += seconds
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The sums."""
         with self._lock:
             return dict(self._seconds)

@@ -1,7 +1,7 @@
-"""Sequences of tokens that are answered together: a queue of requests, grouped by the recorded length that each needs.
+"""Batches sequences of tokens: a queue of requests, grouped by the recorded length that each needs.
 
-A recorded size costs the same however many of its rows are real, so a server waits a moment for more requests before it replays
-(request_queue.py).  Each goes with others that need the same recorded length, and is padded no further.
+A call of a recorded size takes the same time for any number of real rows, so a server waits briefly for more requests
+(request_queue.py).  A request shares calls with others of the same recorded length, and is padded only to that length.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ Call = Callable[[Sequence[Sequence[int]], int], Sequence[Any]]
 """(rows of tokens, length) -> an answer for each row; no row is longer than `length`."""
 
 SECONDS = 60.0
-"""After these a request is given up."""
+"""Deadline of a request."""
 
 
 class TooLong(Exception):
-    """A request is longer than the longest recorded length."""
+    """The request is longer than the longest recorded length."""
 
 
 class Batcher:
     """`async with Batcher(...) as batcher:` ... `await batcher.answer(tokens)`.
 
-    At most `largest` rows go together, and a request waits `wait` seconds for others; `limit` may wait.  `lengths` are ascending.
-    `call` runs in `calls` threads.
-    What was done: `calls`, the `rows` of all, the seconds that calls were `computing`; in `spans` those that requests waited in the
-    `queue` and for their `call`.
+    At most `largest` rows share a call; a request waits `wait` seconds for others; `limit` may wait.  `lengths` are ascending.
+    `call` runs in `calls` threads.  Statistics: `calls`, their `rows`, the seconds of calls in `computing`; in `spans` the seconds
+    that requests waited in the `queue` and for their `call`.
     """
 
     def __init__(
@@ -56,12 +55,12 @@ class Batcher:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Answers what waits, and takes nothing more."""
+        """Answers the waiting requests, and accepts no more."""
         await self._queue.__aexit__()
         self._threads.shutdown()
 
     async def answer(self, tokens: Sequence[int]) -> Any:
-        """The answer for one row.  Raises TooLong, as RequestQueue, and what the call raises."""
+        """Returns the answer for one row.  Raises TooLong, errors as RequestQueue, and errors of the call."""
         if len(tokens) > self._lengths[-1]:
             raise TooLong(f"{len(tokens)} tokens, where at most {self._lengths[-1]} were recorded")
         return await self._queue.answer(tokens, self._length(tokens), 1, SECONDS)
@@ -80,8 +79,8 @@ class Batcher:
 
 
 def sizes_of(program: cgbundle.Program) -> tuple[int, tuple[int, ...]]:
-    """(the largest batch, the lengths) that were recorded.  Raises ValueError for a bundle whose inputs are not token ids and their
-    mask, int64 (batch, seq), or whose sizes cannot be padded."""
+    """Returns (the largest recorded batch, the recorded lengths).  Raises ValueError if the inputs are not token ids and their
+    mask, int64 (batch, seq), or sizes cannot be padded."""
     dimensions = program.spec.dimensions
     names = tuple(dimension.name for dimension in dimensions)
     if (
@@ -97,7 +96,7 @@ def sizes_of(program: cgbundle.Program) -> tuple[int, tuple[int, ...]]:
 
 
 def calls_of(program: cgbundle.Program, calls: int, spans: Spans) -> Call:
-    """Rows of tokens -> the output's row of each, in `calls` threads at once; the runtime fills up to the next recorded batch."""
+    """Returns a call from rows of tokens to output rows, for `calls` threads; the runtime pads to the next recorded batch."""
     free = SimpleQueue[cgbundle.Program]()
     for session in [program, *[program.session() for _ in range(calls - 1)]]:
         free.put(session)
@@ -122,8 +121,8 @@ def calls_of(program: cgbundle.Program, calls: int, spans: Spans) -> Call:
 
 
 def status_of(error: Exception) -> tuple[int, str, int]:
-    """What HTTP says of what `Batcher.answer` raised: the status, one line, and after how many seconds to come back (0: never).
-    Raises an error that it does not know."""
+    """Returns the HTTP status for an error of `Batcher.answer`, one line of text, and the seconds until a retry (0: never).  Raises
+    unknown errors."""
     match error:
         case TooLong():
             return 413, f"text: {error}", 0

@@ -16,12 +16,12 @@ from .request_queue import Batch
 
 try:
     from opentelemetry import propagate, trace
-except ImportError:  # the package is an extra, and the namespace may be there without it
+except ImportError:  # the namespace package may exist without the optional package
     trace = None  # type: ignore[assignment]
 
 
 def request_span(model: str, version: int, headers: Mapping[str, str]) -> AbstractContextManager[Any]:
-    """The span of a request, as a child of the one that its headers name (traceparent)."""
+    """Starts the span of a request, as a child of the span in its headers (traceparent)."""
     if trace is None:
         return nullcontext()
     attributes: dict[str, Any] = {"cgbundle.model": model, "cgbundle.version": version}
@@ -31,7 +31,7 @@ def request_span(model: str, version: int, headers: Mapping[str, str]) -> Abstra
 
 
 class Traced:
-    """ASGI middleware: a POST is a span of the trace that its headers name, until the last byte of its answer."""
+    """ASGI middleware: makes a span for each POST, as a child of the span in its headers, until the last byte of its response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

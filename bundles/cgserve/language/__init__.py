@@ -1,1 +1,1 @@
-"""Language models: continuous batching over pages of a cache, text and tokens, OpenAI's completions."""
+"""Language models: continuous batching with a paged cache, tokenizers, OpenAI's completions."""

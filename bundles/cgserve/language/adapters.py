@@ -1,5 +1,5 @@
-"""LoRA adapters as PEFT writes them (adapter_config.json, adapter_model.safetensors), read for the bank of a bundle.  The standard
-library and cgbundle alone."""
+"""Reads LoRA adapters of PEFT (adapter_config.json, adapter_model.safetensors) for the bank of a bundle.  Uses only the standard
+library and cgbundle."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from cgbundle.format.schema import Manifest
 from cgbundle.tensors.tensor import Tensor
 
 ENTRY = "load_adapter"
-"""The entry of a bundle that puts an adapter into its bank (cgcompile/language_models/architectures/adapters.py)."""
+"""The bundle's entry that stores an adapter in its bank (cgcompile/language_models/architectures/adapters.py)."""
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-"""Of the names of an adapter's tensors."""
+"""Parts of the names of an adapter's tensors."""
 
 READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules",
     "base_model_name_or_path", "auto_mapping", "revision", "task_type", "inference_mode", "lora_dropout", "fan_in_fan_out",
     "layers_to_transform", "layers_pattern", "peft_version", "megatron_core", "qalora_group_size", "eva_config",
 }  # fmt: skip
-"""Fields of the configuration that are read, or that the tensors say again.  Any other one has to be null, false or empty."""
+"""Fields of the configuration that are read, or that repeat what the tensors show.  Other fields must be null, false or empty."""
 
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Kinds of `init_lora_weights` that change the weights of the base model, too."""
+"""Kinds of `init_lora_weights` that also change the weights of the base model."""
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,13 +42,13 @@ Factors = Mapping[str, tuple[Tensor, Tensor]]
 
 
 class AdapterError(ValueError):
-    """Why an adapter cannot be loaded: one line."""
+    """An adapter cannot be loaded; the text is one line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Layers of the model whose factors lie together, as the bundle names them: paths but for the number of the layer, which is
-    `first` to `last`; -1 for one layer without a number."""
+    """Layers whose factors the bundle stores in one tensor.  Their paths differ only in the layer's number, `first` to `last`; -1
+    for one layer without a number."""
 
     name: str
     before: str
@@ -66,7 +66,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bank:
-    """What a bundle holds: `count` adapters of a rank of up to `rank`, for the layers of `groups`."""
+    """A bundle's bank: `count` adapters with a rank of at most `rank`, for the layers of `groups`."""
 
     count: int
     rank: int
@@ -75,14 +75,14 @@ class Bank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterWeights:
-    """An adapter as the entry takes it: factors of the bank's rank, float32, and what the second is multiplied with."""
+    """The inputs of the entry for an adapter: float32 factors with the bank's rank, and the scale of the second factor."""
 
     scale: float
     factors: Factors
 
 
 def bank_of(manifest: Manifest) -> Bank | None:
-    """The bank of a bundle, None where it has none."""
+    """Returns the bank of a bundle, or None."""
     widths = {weight.name: weight.shape for weight in manifest.weights if weight.name.startswith("adapters.")}
     if not widths or all(entry.name != ENTRY for entry in manifest.entries):
         return None
@@ -93,16 +93,15 @@ def bank_of(manifest: Manifest) -> Bank | None:
     for name in names:
         layers, rank, inputs = shapes[f"factors.{name}.0"]
         outputs = shapes[f"factors.{name}.1"][1]
-        numbered = re.fullmatch(r"(.*\.)(\d+)-\d+(\..*)", name)
-        before, begin, behind = numbered.groups() if numbered else (name, "-1", "")
-        first, last = int(begin), int(begin) + layers - 1
+        match = re.fullmatch(r"(.*\.)(\d+)-\d+(\..*)", name)
+        before, number, behind = match.groups() if match else (name, "-1", "")
+        first, last = int(number), int(number) + layers - 1
         groups.append(Group(name=name, before=before, first=first, last=last, behind=behind, inputs=inputs, outputs=outputs))
     return Bank(count=count, rank=rank, groups=tuple(groups))
 
 
 def read_adapter(folder: Path, bank: Bank) -> AdapterWeights:
-    """The adapter in a folder.  Raises AdapterError for one that the bank does not hold, and for one that is more than factors of
-    linear layers."""
+    """Reads the adapter in a folder.  Raises AdapterError if it does not fit the bank, or is not a plain LoRA of linear layers."""
     rank, scale = read_config(folder / CONFIG)
     if rank > bank.rank:
         raise AdapterError(f"{folder}: rank {rank}; the bundle takes {bank.rank} (cgcompile build --adapter-rank {rank})")
@@ -122,7 +121,7 @@ def read_adapter(folder: Path, bank: Bank) -> AdapterWeights:
 
 
 def read_config(path: Path) -> tuple[int, float]:
-    """The rank and the scale that a configuration says.  Raises AdapterError."""
+    """Returns the rank and the scale of a configuration.  Raises AdapterError."""
     try:
         config = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -148,7 +147,7 @@ def read_config(path: Path) -> tuple[int, float]:
 
 
 def read_factors(file: Mapped, path: Path, bank: Bank, rank: int) -> Factors:
-    """The factors of an open file for all layers of the bank: zeros for layers that it lacks.  Raises AdapterError."""
+    """Reads the factors for all layers of the bank, zeros for layers without an adapter.  Raises AdapterError."""
     names = set(file.entries)
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     for group in bank.groups:
@@ -181,7 +180,7 @@ def read_factors(file: Mapped, path: Path, bank: Bank, rank: int) -> Factors:
 
 
 def numbers(file: Mapped, path: Path, name: str, shape: tuple[int, int]) -> array[float]:
-    """A tensor's numbers in float32.  Raises AdapterError where it is not there or of another shape."""
+    """Returns a tensor as float32.  Raises AdapterError if it is missing or has another shape."""
     entry = file.entries.get(name)
     if entry is None:
         raise AdapterError(f"{path}: {name} is missing, and its other factor is there")
@@ -196,7 +195,7 @@ def numbers(file: Mapped, path: Path, name: str, shape: tuple[int, int]) -> arra
     if entry.dtype == "float32":
         factor.frombytes(data)
         return factor
-    wide = bytearray(4 * count)  # the upper half of a float32 is its bfloat16
+    wide = bytearray(4 * count)  # a bfloat16 is the upper half of a float32
     wide[2::4], wide[3::4] = data[0::2], data[1::2]
     factor.frombytes(wide)
     return factor

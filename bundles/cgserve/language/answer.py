@@ -1,4 +1,4 @@
-"""From tokens to what a client reads: text, log-probabilities, why it ended."""
+"""Converts tokens to the client's output: text, log-probabilities, and the reason of the end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .text import Decode, Detokenizer, StopStrings
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of an answer: its text, the tokens that it was made of, where its text begins in the answer, why the answer ends
-    here, or None, and the calls of tools that have ended in it."""
+    """A piece of an answer: its text, its tokens, the offset of its text in the answer, the reason if the answer ends here, and
+    completed tool calls."""
 
     text: str
     tokens: tuple[Token, ...]
@@ -24,14 +24,14 @@ class Piece:
 
 
 class Answer:
-    """The text of one request; `count` tokens were made for it so far, up to where a stop string ended it."""
+    """The text of one request.  `count`: tokens generated so far, up to a stop string."""
 
     def __init__(
         self, decode: Decode, prompt: Sequence[int], strings: Sequence[str], reader: CallReader | None = None, forced: int = 0,
         offset: int = 0,
     ) -> None:  # fmt: skip
-        """`reader`: where the answer may call tools; `forced`: tokens in front of it that are the prompt's, and are told, too;
-        `offset`: characters that are told before."""
+        """`reader`: if the answer may call tools; `forced`: the number of prompt tokens before the answer that are also returned;
+        `offset`: characters returned before."""
         self._reader, self._called, self._forced = reader, False, forced
         self._detokenizer, self._strings = Detokenizer(decode, prompt), StopStrings(strings)
         self._pending: list[Token] = []
@@ -39,7 +39,7 @@ class Answer:
         self.count = 0
 
     def push(self, progress: Progress) -> Piece | None:
-        """What the tokens add; None where it is nothing yet.  Nothing may come after a piece with a reason."""
+        """Returns the piece that the tokens add, or None.  Do not call it after a piece with a reason."""
         text, reason = "", progress.reason
         for number, token in enumerate(progress.tokens, 1):
             if self._forced:
@@ -49,7 +49,7 @@ class Answer:
                 continue
             self.count += 1
             if reason == "stop" and number == len(progress.tokens):
-                break  # the stop token is no part of the text
+                break  # the text does not include the stop token
             self._pending.append(token)
             text += self._strings.push(self._detokenizer.push(token.id))
             if self._strings.matched:
@@ -66,8 +66,8 @@ class Answer:
         if self._reader is not None:
             text, calls = self._reader.push(text)
             if reason is not None:
-                more, others = self._reader.end()
-                text, calls = text + more, calls + others
+                rest, more_calls = self._reader.end()
+                text, calls = text + rest, calls + more_calls
             self._called = self._called or bool(calls)
             if reason == "stop" and self._called:
                 reason = "tool_calls"

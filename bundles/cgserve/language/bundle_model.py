@@ -1,4 +1,4 @@
-"""A bundle of a language model as the scheduler's model: what it was built for, and a call for a step.  Without torch and NumPy."""
+"""Makes a bundle of a language model usable for the scheduler: its limits, and a call for each step.  Without torch and NumPy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .lane_tables import Column, LaneTables
 
 
 class Cache(NamedTuple):
-    """The cache of a bundle: tokens of a page, pages and slots with those of nobody, how many tokens the model knows, and whether
-    slots carry states from token to token."""
+    """The cache of a bundle: tokens of a page, numbers of pages and slots including number 0, size of the vocabulary, and whether
+    slots have states."""
 
     page: int
     pages: int
@@ -29,14 +29,14 @@ class Cache(NamedTuple):
 
 
 def is_language_model(manifest: Any) -> bool:
-    """Whether a bundle is that of a language model: two entries, a cache in pages, and a table of tokens that texts have."""
+    """Returns whether a bundle is a language model: two entries, a paged cache, and the table of tokens that occur in a text."""
     return {"prefill", "decode"} <= {entry.name for entry in manifest.entries} and {"keys_0", "seen"} <= {
         weight.name for weight in manifest.weights
     }
 
 
 def cache_of(manifest: Any) -> Cache:
-    """The cache of a language model's bundle.  The one place that reads how many pages there are."""
+    """Returns the cache of a language model's bundle.  Only this function reads the number of pages."""
     shapes = {weight.name: weight.shape for weight in manifest.weights}
     pages, _, page, _ = shapes["keys_0"]
     slots, vocabulary = shapes["seen"]
@@ -44,12 +44,10 @@ def cache_of(manifest: Any) -> Cache:
 
 
 class BundleModel:
-    """A loaded bundle.  `limits` say what it was built for; `vocabulary` how many tokens there are; `bank` which adapters it can
-    hold, None for none."""
+    """A loaded bundle.  `limits`: its sizes; `vocabulary`: number of tokens; `bank`: its bank of adapters, or None."""
 
     def __init__(self, program: cgbundle.Program, turns: int) -> None:
-        """`turns`: tokens that a call may make for each request in a loop on the device, at most as many as were built; 1 makes
-        them one by one."""
+        """`turns`: maximum tokens per request of a call that loops on the device, limited by the build; 1 disables the loop."""
         self._entries = program.entries
         cache = cache_of(program.manifest)
         self.vocabulary = cache.vocabulary
@@ -76,15 +74,15 @@ class BundleModel:
             self._chooser = Chooser(self._entries["choose"], [size["batch"] for size in self._sizes["choose"]])
 
     def prepare(self, step: Step) -> Call:
-        """A call for a step.  Its inputs are written now, also while the call before it runs.  Two may wait, to be called in order.
-        Calling raises CgbundleError."""
+        """Returns a call for a step and writes its inputs now, even while the previous call runs.  Two calls may wait; they must be
+        called in order.  Calling raises CgbundleError."""
         lanes = step.lanes
         size = self._smallest(step)
         batch, seq, blocks = size["batch"], size.get("seq", 1), size["blocks"]
         pair = self._tables.setdefault((step.entry, batch, seq, blocks), [])
         if len(pair) < 2:
             pair.insert(0, LaneTables(batch, seq, blocks))
-        tables = pair.pop(0)  # the one that was used less recently: the other may belong to the call that runs
+        tables = pair.pop(0)  # the less recently used one: a running call may still read the other
         pair.append(tables)
         tables.fill(lanes)
         if step.entry == "prefill":
@@ -94,13 +92,13 @@ class BundleModel:
         behind = [(row, lane.behind) for row, lane in enumerate(lanes) if lane.behind >= 0]
         return partial(self._loop if step.entry == "generate" else self._call, step, tables, behind)
 
-    def _call(self, step: Step, tables: LaneTables, behind: Sequence[tuple[int, int]], before: Made | None) -> Made:
+    def _call(self, step: Step, tables: LaneTables, behind: Sequence[tuple[int, int]], previous: Made | None) -> Made:
         if behind:
-            assert before is not None
-            ids, tokens = tables.ids.numbers, before.tokens
-            for row, place in behind:
-                ids[row] = tokens[place]
-        columns = [tables.ids, tables.count, tables.start, tables.pages, *self._of_lanes(tables)]
+            assert previous is not None
+            ids, previous_tokens = tables.ids.numbers, previous.tokens
+            for row, source in behind:
+                ids[row] = previous_tokens[source]
+        columns = [tables.ids, tables.count, tables.start, tables.pages, *self._lane_columns(tables)]
         lengths = [tables.length.tensor] if step.entry == "prefill" and self._takes_length else []
         deferred = [row for row, lane in enumerate(step.lanes) if lane.rules is not None]
         following = self._follow(step, tables, deferred) if deferred else None
@@ -108,32 +106,32 @@ class BundleModel:
         if following is None:
             return Made(output["token"].tolist(), lambda: with_reread([[token] for token in tokens_of(step.lanes, output)], output))
         assert self._chooser is not None
-        whole = tokens_of(step.lanes, output)
+        tokens_by_lane = tokens_of(step.lanes, output)
         chosen = self._chooser.choose([step.lanes[row] for row in deferred], following, fresh=step.entry == "prefill")
         for row, token in zip(deferred, chosen, strict=True):
-            whole[row] = token
-        return Made([token.id for token in whole], lambda: with_reread([[token] for token in whole], output))
+            tokens_by_lane[row] = token
+        return Made([token.id for token in tokens_by_lane], lambda: with_reread([[token] for token in tokens_by_lane], output))
 
-    def _of_lanes(self, tables: LaneTables) -> list[Column]:
+    def _lane_columns(self, tables: LaneTables) -> list[Column]:
         return [tables.slot] if self.bank is None else [tables.slot, tables.adapter]
 
     def load_adapter(self, place: int, adapter: AdapterWeights) -> None:
-        """Puts an adapter into the bank, from the next call on.  Raises AdapterError for numbers that are not finite, which leave
-        zeros at that place, and CgbundleError."""
-        where, scale = array("q", [place]), array("f", [adapter.scale])
-        output = self._entries[ENTRY](from_bytes(where, "int64", (1,)), from_bytes(scale, "float32", (1,)), dict(adapter.factors))
+        """Stores an adapter in the bank, for the following calls.  Raises CgbundleError, and AdapterError for numbers that are not
+        finite; that place then has zeros."""
+        index, scale = array("q", [place]), array("f", [adapter.scale])
+        output = self._entries[ENTRY](from_bytes(index, "int64", (1,)), from_bytes(scale, "float32", (1,)), dict(adapter.factors))
         if not output["finite"].tolist():
             raise AdapterError("the adapter has numbers that are not finite, or too large for the dtype of the bundle")
 
     def _follow(self, step: Step, tables: LaneTables, deferred: Sequence[int]) -> Following:
-        """Begins with the masks of lanes that have rules."""
+        """Starts to compute the masks of lanes with rules."""
         assert self._chooser is not None
         lanes, ids = [step.lanes[row] for row in deferred], tables.ids.numbers
         last = [ids[row * tables.seq + len(step.lanes[row].ids) - 1] for row in deferred]
         return self._chooser.follow(lanes, last, fresh=step.entry == "prefill")
 
     def _loop(self, step: Step, tables: LaneTables, _behind: Sequence[tuple[int, int]], _before: Made | None) -> Made:
-        columns = [tables.ids, tables.start, tables.pages, *self._of_lanes(tables)]
+        columns = [tables.ids, tables.start, tables.pages, *self._lane_columns(tables)]
         others = tables.fields, tables.stop.tensor, tables.most.tensor
         output = self._entries["generate"](*[column.tensor for column in columns], *others)
         tokens, logprobs, counts = [output[name].tolist()[: len(step.lanes)] for name in ("tokens", "logprobs", "count")]
@@ -145,7 +143,7 @@ class BundleModel:
         return Made([row[-1].id for row in rows], lambda: rows)
 
     def _smallest(self, step: Step) -> dict[str, int]:
-        """The cheapest recorded size that holds a step: the fewest tokens to compute, then the shortest tables."""
+        """Returns the cheapest recorded size that holds a step: the fewest tokens to compute, then the shortest tables."""
         lanes = step.lanes
         needed = {
             "batch": len(lanes),
@@ -157,7 +155,7 @@ class BundleModel:
 
 
 def with_reread(rows: list[list[Token]], outputs: Mapping[str, Any]) -> list[list[Token]]:
-    """The tokens of every lane, the last of them marked where the entry says that the text is read again before it."""
+    """Marks the last token of each lane if the entry reports that the text must be read again before it."""
     if "reread" not in outputs:
         return rows
     flags = outputs["reread"].tolist()
@@ -165,5 +163,5 @@ def with_reread(rows: list[list[Token]], outputs: Mapping[str, Any]) -> list[lis
 
 
 def sizes_of(entry: Entry, key: Sequence[int]) -> dict[str, int]:
-    """An int_key by the names of its dimensions."""
+    """Returns an int_key as sizes by dimension."""
     return {dimension.name: value for dimension, value in zip(entry.spec.dimensions, key, strict=True)}

@@ -1,4 +1,4 @@
-"""Chat templates of the Hub: Jinja that makes a prompt of a conversation, with what transformers adds to the language."""
+"""Renders chat templates of the Hub: Jinja with the extensions of transformers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is what stands in it."""
+    """`{% generation %}` marks the assistant's text for training; only its contents are rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements of the block."""
+        """Returns the statements of the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
-    """A template; `special` are the names of tokens that it may use (`bos_token`, ...).  It reaches the conversation alone."""
+    """A chat template in a sandbox.  `special`: special tokens for the template (`bos_token`, ...)."""
 
     def __init__(self, source: str, special: dict[str, str]) -> None:
-        """Raises ValueError where the template is no Jinja."""
+        """Raises ValueError if the template is not valid Jinja."""
         extensions = ["jinja2.ext.loopcontrols", GenerationBlock]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
@@ -40,15 +40,15 @@ class ChatTemplate:
         self._special = special
 
     def render(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
-        """The prompt of a conversation, up to where the assistant answers; `arguments`: more of the template's own.  Raises
-        ValueError with what the template says."""
-        named = {"add_generation_prompt": True, **arguments, **self._special, "messages": list(messages)}
+        """Returns the prompt of a conversation, up to the assistant's answer.  `arguments`: further variables of the template.
+        Raises ValueError with the template's message."""
+        variables = {"add_generation_prompt": True, **arguments, **self._special, "messages": list(messages)}
         try:
-            return self._template.render(named)
-        except (TemplateError, TypeError) as error:  # a field of a message may be of a type that the template does not expect
+            return self._template.render(variables)
+        except (TemplateError, TypeError) as error:  # a field of a message may have an unexpected type
             raise ValueError(str(error)) from None
 
 
 def refuse(text: str) -> None:
-    """What templates call to refuse a conversation."""
+    """Raises the error of a template that calls raise_exception."""
     raise TemplateError(text)

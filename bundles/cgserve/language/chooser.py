@@ -1,5 +1,5 @@
-"""The tokens of lanes that have rules: their masks are made in a thread, beside the call that leaves their logits, and the entry
-`choose` takes both."""
+"""Chooses tokens of lanes with rules.  A thread computes their masks while a call computes their logits; the entry `choose` uses
+both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .lane_tables import Column, sampling_columns, write_sampling
 
 
 class ChoiceTables:
-    """The inputs of one recorded size of `choose`: `batch` lanes, masks of `words` words, `biases` biases of a lane."""
+    """The inputs of one recorded size of `choose`: `batch` lanes, masks of `words` words, `biases` biases per lane."""
 
     def __init__(self, batch: int, words: int, biases: int) -> None:
         self.batch, self.words, self.biases = batch, words, biases
@@ -29,7 +29,7 @@ class ChoiceTables:
         self.inputs = self.slot.tensor, self.place.tensor, fields, tuple([column.tensor for column in columns])
 
     def begin(self, lanes: Sequence[Lane], *, fresh: bool) -> None:
-        """Makes them those of these lanes; the others are off.  `fresh`: their slots forget earlier biases."""
+        """Writes the inputs for these lanes; the others are off.  `fresh`: their slots drop earlier biases."""
         for row, lane in enumerate(lanes):
             assert lane.rules is not None
             self.slot.numbers[row], self.place.numbers[row] = lane.slot, lane.start + len(lane.ids)
@@ -41,24 +41,24 @@ class ChoiceTables:
                 self.slot.numbers[row] = 0
 
     def change(self, lanes: Sequence[Lane], changes: Sequence[dict[int, float]]) -> None:
-        """Takes as many of the changed biases as a call may set; the place of one that is missing has a bias that holds already."""
+        """Writes up to `biases` changed biases per lane, and removes them from `changes`.  Unused places repeat a bias."""
         for row, (lane, changed) in enumerate(zip(lanes, changes, strict=True)):
             assert lane.rules is not None
             tokens = list(islice(changed, self.biases)) or [0]
             values = [changed.pop(token, lane.rules.bias(token)) for token in tokens]
-            rest, at = self.biases - len(tokens), row * self.biases
-            self.token.numbers[at : at + self.biases] = array("q", tokens + tokens[:1] * rest)
-            self.bias.numbers[at : at + self.biases] = array("f", values + values[:1] * rest)
+            rest, begin = self.biases - len(tokens), row * self.biases
+            self.token.numbers[begin : begin + self.biases] = array("q", tokens + tokens[:1] * rest)
+            self.bias.numbers[begin : begin + self.biases] = array("f", values + values[:1] * rest)
 
 
 Following = Future[list[Mapping[int, float]]]
 
 
 class Chooser:
-    """Calls of the entry `choose`, for as many lanes as a step has."""
+    """Calls the entry `choose` for the lanes of a step."""
 
     def __init__(self, entry: Entry, sizes: Sequence[int]) -> None:
-        """`sizes`: its recorded numbers of lanes."""
+        """`sizes`: the recorded numbers of lanes."""
         self._entry, self._sizes = entry, sorted(sizes)
         mask, _, bias, _ = [spec.shape for spec in entry.inputs[-4:]]
         assert isinstance(mask[1], int) and isinstance(bias[1], int)
@@ -67,7 +67,7 @@ class Chooser:
         self._thread = ThreadPoolExecutor(1, "masks")
 
     def follow(self, lanes: Sequence[Lane], tokens: Sequence[int], *, fresh: bool) -> Following:
-        """Makes the masks of lanes that have rules, behind the last token of each, in a thread."""
+        """Computes the masks of lanes with rules after their last tokens, in a thread."""
 
         def work() -> list[Mapping[int, float]]:
             return [
@@ -79,11 +79,11 @@ class Chooser:
         return self._thread.submit(work)
 
     def choose(self, lanes: Sequence[Lane], following: Following, *, fresh: bool) -> list[Token]:
-        """The token of every lane, all of which have rules and their logits in their slots."""
+        """Returns the token of every lane.  All lanes have rules, and their logits are in their slots."""
         changes, largest = [dict(changed) for changed in following.result()], self._sizes[-1]
         chosen: list[Token] = []
-        for at in range(0, len(lanes), largest):
-            chosen += self._call(lanes[at : at + largest], changes[at : at + largest], fresh)
+        for begin in range(0, len(lanes), largest):
+            chosen += self._call(lanes[begin : begin + largest], changes[begin : begin + largest], fresh)
         return chosen
 
     def _call(self, lanes: Sequence[Lane], changes: Sequence[dict[int, float]], fresh: bool) -> list[Token]:
@@ -94,7 +94,7 @@ class Chooser:
         tables.begin(lanes, fresh=fresh)
         tables.change(lanes, changes)
         output = self._entry(*tables.inputs)
-        while any(changes):  # more biases than a call sets: the last of some calls has them all
+        while any(changes):  # more biases than one call can set: the last call has all of them
             tables.begin(lanes, fresh=False)
             tables.change(lanes, changes)
             output = self._entry(*tables.inputs)
@@ -102,7 +102,7 @@ class Chooser:
 
 
 def tokens_of(lanes: Sequence[Lane], output: Mapping[str, Any]) -> list[Token]:
-    """The token of every lane, with its log-probability and those of others where its request asks for any."""
+    """Returns the token of every lane with its log-probability, and alternatives if its request asks for them."""
     tokens, logprobs = output["token"].tolist(), output["logprob"].tolist()
     if not any([lane.sampling.alternatives for lane in lanes]):
         return [Token(token, logprob) for token, logprob, _ in zip(tokens, logprobs, lanes, strict=False)]

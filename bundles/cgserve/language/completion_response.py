@@ -20,7 +20,7 @@ from .engine import Busy, ModelFailed, Stopping, Stream
 from .prompt_reader import PromptReader
 
 PATHS = {"/v1/completions": False, "/v1/chat/completions": True}
-"""The model that answers, and whether the request is a chat."""
+"""Paths, and whether the request is a chat."""
 
 
 TOGETHER = 64
@@ -37,28 +37,28 @@ class Completion(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
         try:
-            self._served, asked, requests = await self._reader.read(self._body, chat=self._chat)
+            self._served, body_options, requests = await self._reader.read(self._body, chat=self._chat)
         except Refusal as refusal:
             self._reader.unread(self._path, refusal.status)
             raise
         metrics, code = self._served.metrics, 500
         try:
-            self._requests, self._form = requests, "tools" if asked.toolbox.forced else "response_format"
-            answers = [self._served.answer(asked, request) for request in requests]
-            prompts = sum(len(request.prompt) + request.forced for request in requests[:: asked.choices])
+            self._requests, self._form = requests, "tools" if body_options.toolbox.forced else "response_format"
+            answers = [self._served.answer(body_options, request) for request in requests]
+            prompts = sum(len(request.prompt) + request.forced for request in requests[:: body_options.choices])
             async with self._served.engine.open(requests) as stream:
                 metrics.prompt.inc(prompts)
                 async with aclosing(self._pieces(stream, answers, began)) as pieces:
-                    if asked.stream:
-                        await self._stream(asked, stream, pieces, answers, prompts, send)
+                    if body_options.stream:
+                        await self._stream(body_options, stream, pieces, answers, prompts, send)
                     else:
-                        response = await self._whole(asked, pieces, answers, prompts)
+                        response = await self._whole(body_options, pieces, answers, prompts)
             code = 200
             metrics.whole.observe(time.perf_counter() - began)
-            if not asked.stream:
+            if not body_options.stream:
                 await response(scope, receive, send)
         except asyncio.CancelledError:
-            code = 499  # who asked went away
+            code = 499  # the client disconnected
             raise
         except Busy as error:
             code = 429
@@ -110,7 +110,7 @@ class Completion(Response):
     async def _whole(
         self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
     ) -> Response:
-        """The response as a whole."""
+        """Returns the response in one piece, after the last token."""
         by_choice: list[list[Piece]] = [[] for _ in answers]
         async for index, piece in pieces:
             by_choice[index].append(piece)
@@ -125,8 +125,8 @@ class Completion(Response):
         self, asked: Asked, stream: Stream, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int,
         send: Send,
     ) -> None:  # fmt: skip
-        """The response as a stream of server-sent events.  Available events are sent together.  An error during the stream is its
-        last event."""
+        """Sends the response as a stream of server-sent events.  Available events are sent together.  An error during the stream is
+        its last event."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         head, spoken, begun, unsent = self._head(asked), set[int](), False, list[str]()
 

@@ -1,6 +1,6 @@
-"""OpenAI's completions and chat completions: what a body asks for, and what is answered.  Values in, values out.
+"""OpenAI's completions and chat completions: reads request bodies and makes responses.  Pure functions.
 
-What this server does not do is refused by name, where the body asks for it; a field that changes no token is passed over.
+Unsupported features are refused with the name of the field.  Fields that do not affect tokens are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHAT = COMMON | {
 PASSED_OVER = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
 }  # fmt: skip
-"""What changes no token."""
+"""Fields that do not affect tokens."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,), "priority": (0,),
@@ -42,24 +42,23 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"), "bad_words": ([],),
     "parallel_tool_calls": (True, False), "modalities": (["text"],),
 }  # fmt: skip
-"""What is not done, and the values that ask for nothing; null does, too."""
+"""Unsupported fields, with the values that request nothing; null also requests nothing."""
 
 WHY = {"functions": "it is tools now", "function_call": "it is tool_choice now"}
 
 CHOICES, STOP_STRINGS, ALTERNATIVES, COMPLETION_TOKENS = 128, 4, {"completion": 5, "chat": 20}, 16
-"""Most choices, stop strings and alternatives, and the `max_tokens` that a completion has where it says nothing: OpenAI's."""
+"""Maximum choices, stop strings and alternatives, and the default `max_tokens` of a completion, as in OpenAI's API."""
 
 
 class Refusal(Exception):
-    """A request that is answered with an error: HTTP status, text, the field, OpenAI's `code`, and after how many seconds
-    to try again (0: never)."""
+    """An error response: HTTP status, text, the field, OpenAI's `code`, and the seconds until a retry (0: never)."""
 
     def __init__(self, status: int, text: str, field: str | None = None, code: str | None = None, again: int = 0) -> None:
         super().__init__(text)
         self.status, self.field, self.code, self.again = status, field, code, again
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """Returns the error in OpenAI's format."""
         kinds = {429: "rate_limit_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
@@ -67,12 +66,11 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What a body asks for.  `most`: tokens of a choice, None for as many as there can be; `alternatives`: None where no
-    log-probabilities are asked for; `usage`: whether a stream ends with the counts.  `sampling` has what the body says alone:
-    the model's own defaults are under it.  `echo`: the prompt comes before the answer; `special`: a text gets the tokens that the
-    tokenizer puts around it; `stop_tokens` end an answer beside the model's own, which `ignore_end` leaves out; `template`:
-    arguments of the chat template; `schema`: the JSON schema of the answer, `wishes` what else is said of its tokens, `toolbox` the
-    tools that it may call."""
+    """A parsed body.  `most`: maximum tokens of a choice, None for no limit; `alternatives`: None without log-probabilities;
+    `usage`: whether a stream ends with the counts.  `sampling`: only values of the body, which override the model's defaults.
+    `echo`: the answer begins with the prompt; `special`: the tokenizer adds special tokens to a text; `stop_tokens`: end an answer,
+    in addition to the model's, which `ignore_end` disables; `template`: arguments of the chat template; `schema`: the JSON schema
+    of the answer; `wishes`: other constraints on its tokens; `toolbox`: the tools that it may call."""
 
     chat: bool
     model: str | None
@@ -96,8 +94,8 @@ class Asked:
 
     @property
     def scored(self) -> bool:
-        """Whether the tokens of prompts are made one by one, as those of answers are, because they are told with their
-        log-probabilities, or nothing is told but them."""
+        """Whether prompt tokens are generated one by one like those of answers.  This is necessary to return their
+        log-probabilities, or if nothing else is returned."""
         return self.echo and (self.alternatives is not None or self.most == 0)
 
 
@@ -105,11 +103,11 @@ class Asked:
 
 
 def read_request(text: bytes, *, chat: bool) -> Asked:
-    """A body as JSON.  Raises Refusal."""
+    """Parses a body.  Raises Refusal."""
     body = object_of(text)
-    known = (CHAT if chat else COMPLETION) | PASSED_OVER
+    fields = (CHAT if chat else COMPLETION) | PASSED_OVER
     for name, value in body.items():
-        if name in known or value in NEUTRAL.get(name, ()):
+        if name in fields or value in NEUTRAL.get(name, ()):
             continue
         if name in NEUTRAL:
             why = f": {WHY[name]}" if name in WHY else ""
@@ -142,7 +140,7 @@ def read_request(text: bytes, *, chat: bool) -> Asked:
 
 
 def read_by(read: Callable[[Any], Any], field_value: Any, name: str) -> Any:
-    """What a function reads of a field.  Raises Refusal for its ValueError."""
+    """Calls a reader for a field.  Raises Refusal for its ValueError."""
     try:
         return read(field_value)
     except ValueError as error:
@@ -150,7 +148,7 @@ def read_by(read: Callable[[Any], Any], field_value: Any, name: str) -> Any:
 
 
 def wishes_of(body: dict[str, Any]) -> Wishes:
-    """Biases, penalties by count and the shortest answer.  Raises Refusal."""
+    """Reads biases, penalties by count and the minimum length of the answer.  Raises Refusal."""
     return Wishes(
         biases=read_by(biases_of, body.get("logit_bias", {}), "logit_bias"),
         presence=number(body, "presence_penalty", -2.0, 2.0, 0.0),
@@ -160,10 +158,10 @@ def wishes_of(body: dict[str, Any]) -> Wishes:
 
 
 def object_of(text: bytes) -> dict[str, Any]:
-    """A body's object without the fields that are null.  Raises Refusal."""
+    """Parses a body as a JSON object and drops null fields.  Raises Refusal."""
     try:
         body = json.loads(text)
-        if b"\\u" in text:  # half a surrogate pair is JSON, and no text
+        if b"\\u" in text:  # JSON allows half a surrogate pair, but text does not
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise Refusal(400, "the body is no JSON") from None
@@ -173,7 +171,7 @@ def object_of(text: bytes) -> dict[str, Any]:
 
 
 def sampling_of(body: dict[str, Any]) -> dict[str, float]:
-    """How the body wants tokens to be chosen, by the fields of Sampling.  Raises Refusal."""
+    """Reads the sampling parameters, by the fields of Sampling.  Raises Refusal."""
     sampling: dict[str, float] = {"seed": int.from_bytes(os.urandom(4), "little")}
     for name, field_name, high in (("temperature", "temperature", 2.0), ("top_p", "top_p", 1.0), ("min_p", "min_p", 1.0)):
         if name in body:
@@ -188,14 +186,14 @@ def sampling_of(body: dict[str, Any]) -> dict[str, float]:
 
 
 def stop_tokens_of(tokens: Any) -> tuple[int, ...]:
-    """Tokens that end an answer.  Raises Refusal."""
+    """Reads tokens that end an answer.  Raises Refusal."""
     if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
         raise Refusal(400, "stop_token_ids: expected a list of tokens", "stop_token_ids")
     return tuple(tokens)
 
 
 def of_kind(body: dict[str, Any], name: str, kind: type, default: Any, words: str) -> Any:
-    """A field of one type.  Raises Refusal."""
+    """Returns a field of one type.  Raises Refusal."""
     value = body.get(name, default)
     if name in body and not isinstance(value, kind):
         raise Refusal(400, f"{name}: expected {words}", name)
@@ -203,7 +201,7 @@ def of_kind(body: dict[str, Any], name: str, kind: type, default: Any, words: st
 
 
 def whole(body: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:
-    """A whole number within bounds.  Raises Refusal."""
+    """Returns an integer field within bounds.  Raises Refusal."""
     value = body.get(name, default)
     if name in body and (type(value) is not int or not low <= value <= high):
         raise Refusal(400, f"{name}: expected a whole number from {low} to {high}", name)
@@ -211,7 +209,7 @@ def whole(body: dict[str, Any], name: str, low: int, high: int, default: Any) ->
 
 
 def number(body: dict[str, Any], name: str, low: float, high: float, default: float) -> float:
-    """A number within bounds.  Raises Refusal."""
+    """Returns a number field within bounds.  Raises Refusal."""
     value = body.get(name, default)
     if type(value) not in (int, float) or not low <= value <= high:
         raise Refusal(400, f"{name}: expected a number from {low:g} to {high:g}", name)
@@ -219,10 +217,10 @@ def number(body: dict[str, Any], name: str, low: float, high: float, default: fl
 
 
 def prompts_of(prompt: Any) -> tuple[Prompt, ...]:
-    """A text, tokens, or a list of either.  Raises Refusal."""
-    several = prompt if isinstance(prompt, list) and prompt and not all(type(token) is int for token in prompt) else [prompt]
+    """Reads a text, tokens, or a list of either.  Raises Refusal."""
+    entries = prompt if isinstance(prompt, list) and prompt and not all(type(token) is int for token in prompt) else [prompt]
     prompts: list[Prompt] = []
-    for entry in several:
+    for entry in entries:
         if isinstance(entry, str):
             prompts.append(entry)
         elif isinstance(entry, list) and entry and all(type(token) is int for token in entry):
@@ -233,7 +231,7 @@ def prompts_of(prompt: Any) -> tuple[Prompt, ...]:
 
 
 def messages_of(messages: Any) -> tuple[dict[str, Any], ...]:
-    """Messages with a role and a text; of a content in parts, which have to be text, the whole.  Raises Refusal."""
+    """Reads messages with a role and a text; text parts of a content are joined.  Raises Refusal."""
     if not isinstance(messages, list) or not messages:
         raise Refusal(400, "messages: expected a list of messages", "messages")
     conversation = []
@@ -255,81 +253,79 @@ def messages_of(messages: Any) -> tuple[dict[str, Any], ...]:
 
 
 def stop_of(stop: Any) -> tuple[str, ...]:
-    """One string or several.  Raises Refusal."""
-    several = [stop] if isinstance(stop, str) else stop
-    if not isinstance(several, list) or len(several) > STOP_STRINGS or not all(isinstance(text, str) and text for text in several):
+    """Reads one stop string or several.  Raises Refusal."""
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list) or len(strings) > STOP_STRINGS or not all(isinstance(text, str) and text for text in strings):
         raise Refusal(400, f"stop: expected a string, or up to {STOP_STRINGS}", "stop")
-    return tuple(several)
+    return tuple(strings)
 
 
 def alternatives_of(body: dict[str, Any], *, chat: bool) -> int | None:
-    """How many likeliest tokens are to be told; None where not even the log-probability of the one that was made is.  Raises
-    Refusal."""
+    """Returns the number of alternatives, None if no log-probabilities are requested.  Raises Refusal."""
     if not chat:
         logprobs: int | None = whole(body, "logprobs", 0, ALTERNATIVES["completion"], None)
         return logprobs
-    wanted = of_kind(body, "logprobs", bool, False, "true or false")
+    enabled = of_kind(body, "logprobs", bool, False, "true or false")
     count: int = whole(body, "top_logprobs", 0, ALTERNATIVES["chat"], 0)
-    if count and not wanted:
+    if count and not enabled:
         raise Refusal(400, "top_logprobs: only with logprobs true", "top_logprobs")
-    return count if wanted else None
+    return count if enabled else None
 
 
 # --- what is answered ---------------------------------------------------------------------------------------------------
 
 
 def with_echo(choice_json: dict[str, Any], prompt: Sequence[int], language: Language) -> dict[str, Any]:
-    """A completion's choice with the tokens of a prompt in front; their log-probabilities are not known."""
+    """Puts the tokens of a prompt before a completion's choice; their log-probabilities are unknown."""
     text = language.text(prompt)
     choice_json = choice_json | {"text": text + choice_json["text"]}
     if choice_json["logprobs"] is None:
         return choice_json
-    before, unknown = [language.one(token) for token in prompt], [None] * len(prompt)
+    prompt_tokens, unknown = [language.one(token) for token in prompt], [None] * len(prompt)
     rest = choice_json["logprobs"]
     logprobs = {
-        "tokens": before + rest["tokens"], "token_logprobs": unknown + rest["token_logprobs"],
+        "tokens": prompt_tokens + rest["tokens"], "token_logprobs": unknown + rest["token_logprobs"],
         "top_logprobs": unknown + rest["top_logprobs"],
-        "text_offset": [len("".join(before[:place])) for place in range(len(before))] + rest["text_offset"],
+        "text_offset": [len("".join(prompt_tokens[:count])) for count in range(len(prompt_tokens))] + rest["text_offset"],
     }  # fmt: skip
     return choice_json | {"logprobs": logprobs}
 
 
 def usage_of(prompt: int, completion: int) -> dict[str, int]:
-    """Counts of tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def choice(asked: Asked, index: int, piece: Piece, language: Language, *, first: bool = False) -> dict[str, Any]:
-    """A choice: of a whole answer, or where a stream is asked for of one piece; `first`: that of a stream, which says who
-    speaks."""
+    """Returns a choice for a whole answer, or for one piece of a stream.  `first`: the first piece of a stream, which has the
+    role."""
     logprobs = None if asked.alternatives is None else (chat_logprobs if asked.chat else logprobs_of)(piece, language)
     choice_json: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
     if not asked.chat:
         return choice_json | {"text": piece.text}
-    calls = [  # templates of Mistral take ids of nine letters and digits alone
+    calls = [  # Mistral's templates only accept ids of nine letters and digits
         {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in piece.calls
     ]
     content = {} if calls and not piece.text else {"content": piece.text}
     if asked.stream:
-        called = {"tool_calls": [{"index": call.index, **row} for call, row in zip(piece.calls, calls, strict=True)]}
-        return choice_json | {"delta": ({"role": "assistant"} if first else {}) | content | (called if calls else {})}
+        call_rows = {"tool_calls": [{"index": call.index, **row} for call, row in zip(piece.calls, calls, strict=True)]}
+        return choice_json | {"delta": ({"role": "assistant"} if first else {}) | content | (call_rows if calls else {})}
     message = {"role": "assistant", "content": None, "refusal": None} | content
     return choice_json | {"message": message | ({"tool_calls": calls} if calls else {})}
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinities; OpenAI writes -9999 for a token that cannot come."""
+    """Replaces -inf by -9999, as OpenAI does: JSON has no infinity."""
     return logprob if logprob > -9999.0 else -9999.0
 
 
 def logprobs_of(piece: Piece, language: Language) -> dict[str, Any]:
-    """Of a completion, as four lists; the offsets are those of the tokens' own texts from where the piece begins."""
+    """Returns a completion's log-probabilities as four lists; offsets are sums of the lengths of the tokens' texts."""
     tokens = [language.one(token.id) for token in piece.tokens]
-    offsets, at = [], piece.offset
+    offsets, offset = [], piece.offset
     for text in tokens:
-        offsets.append(at)
-        at += len(text)
+        offsets.append(offset)
+        offset += len(text)
     best = [{language.one(other): finite(logprob) for other, logprob in token.alternatives} for token in piece.tokens]
     return {
         "tokens": tokens,
@@ -340,7 +336,7 @@ def logprobs_of(piece: Piece, language: Language) -> dict[str, Any]:
 
 
 def chat_logprobs(piece: Piece, language: Language) -> dict[str, Any]:
-    """Of a chat completion, a token behind the other."""
+    """Returns a chat completion's log-probabilities as a list of tokens."""
 
     def token_logprob(token: int, logprob: float) -> dict[str, Any]:
         return {"token": language.one(token), "logprob": finite(logprob), "bytes": language.bytes_of(token)}
@@ -353,7 +349,7 @@ def chat_logprobs(piece: Piece, language: Language) -> dict[str, Any]:
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """The whole answer."""
+    """Joins all pieces to the whole answer."""
     tokens = tuple([token for piece in pieces for token in piece.tokens])
     calls = tuple([call for piece in pieces for call in piece.calls])
     return Piece("".join([piece.text for piece in pieces]), tokens, pieces[0].offset, pieces[-1].reason, calls)

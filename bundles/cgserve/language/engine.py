@@ -1,4 +1,4 @@
-"""The threads that plan and make the calls of the model, and what asyncio sees of them: tokens as they are made."""
+"""The threads that plan and make the model's calls, and their interface to asyncio: a stream of tokens."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .adapters import AdapterWeights, Bank
 
 
 class Model(Protocol):
-    """What the engine calls: `bundle_model.BundleModel`, or a test's own."""
+    """The model that the engine calls: `bundle_model.BundleModel`, or one of a test."""
 
     limits: Limits
     bank: Bank | None
 
     def prepare(self, step: Step) -> Call:
-        """A call for a step, which gives what is made for every lane.  Calling raises CgbundleError."""
+        """Returns a call for a step, which returns the tokens of every lane.  Calling raises CgbundleError."""
 
     def load_adapter(self, place: int, adapter: AdapterWeights) -> None:
-        """Puts an adapter into the bank.  Raises AdapterError, CgbundleError."""
+        """Stores an adapter in the bank.  Raises AdapterError, CgbundleError."""
 
 
 class Busy(Exception):
-    """As many requests are open as may: come back after `seconds`."""
+    """Too many requests are open; retry after `seconds`."""
 
     def __init__(self, text: str, seconds: int) -> None:
         super().__init__(text)
@@ -48,12 +48,12 @@ class ModelFailed(Exception):
 
 
 class Stopping(Exception):
-    """The engine takes no more requests: another version serves."""
+    """The engine accepts no more requests: another version serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What an engine was at after a step: requests, pages of the cache, and `shared` tokens of texts, which were not read again."""
+    """An engine's state after a step: requests, pages of the cache, and `shared`, the tokens that were not read again."""
 
     running: int
     waiting: int
@@ -64,7 +64,7 @@ class State:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All of them, in order."""
+        """All fields in order."""
         return self.running, self.waiting, self.pages_used, self.pages_free, self.preempted, self.shared
 
 
@@ -72,21 +72,21 @@ Queue = asyncio.Queue[tuple[int, Progress] | ModelFailed]
 
 
 class Stream:
-    """What is made for some requests, as it is made: `async for index, progress in stream`, to the end of all of them."""
+    """`async for index, progress in stream` yields the progress of several requests, until all have ended."""
 
     def __init__(self, queue: Queue, cancels: Sequence[Callable[[], None]]) -> None:
-        """`cancels`: what ends each request."""
+        """`cancels`: functions that end each request."""
         self._queue, self._cancels = queue, cancels
         self._open = set(range(len(cancels)))
 
     def cancel(self, index: int) -> None:
-        """Ends one request before its time; nothing more is told of it."""
+        """Ends one request early; the stream yields nothing more for it."""
         self._open.discard(index)
         self._cancels[index]()
 
     @property
     def behind(self) -> bool:
-        """Whether more has been made already."""
+        """Whether more progress is already available."""
         return not self._queue.empty()
 
     def __aiter__(self) -> Stream:
@@ -107,17 +107,17 @@ class Stream:
 
 
 Outcome = Made | BaseException | None
-"""Of a call; None where it was not called, because it needed what a call made that failed."""
+"""The result of a call; None if it was not called because it needed the result of a failed call."""
 
 Watch = Callable[[Step, float], None]
-"""Told of every step and the seconds that it took, in the engine's thread."""
+"""Gets every step and its seconds, in the engine's thread."""
 
 
 class Engine:
     """`async with Engine(...) as engine:` ... `async with engine.open(requests) as stream: async for index, progress in stream:`
 
-    A request lives as long as its block: leaving it, for whatever reason, frees the request's pages before the next call.  At most
-    `limit` requests are open, running and waiting.
+    Leaving a request's block, for any reason, frees its pages before the next call.  At most `limit` requests are open, running and
+    waiting.
     """
 
     def __init__(self, model: Model, limit: int, watch: Watch) -> None:
@@ -127,27 +127,27 @@ class Engine:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._calls: SimpleQueue[tuple[Call, bool] | Callable[[], None] | None] = SimpleQueue()
         self._outcomes: SimpleQueue[tuple[Outcome, float]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # a second signal ends all at once
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # a second signal ends the process
         self._numbers = itertools.count()
-        self._streams: dict[object, tuple[int, Queue]] = {}  # by key: the request's index in its block, and the block's queue
-        self._places: dict[object, int] = {}  # by key: where in the bank the request's adapter is
-        self._ended, self._pace = 0.0, 1.0  # when a request ended last, and the seconds between two ends, about
+        self._streams: dict[object, tuple[int, Queue]] = {}  # by key: index of the request in its block, and the block's queue
+        self._places: dict[object, int] = {}  # by key: the request's place in the bank
+        self._ended, self._pace = 0.0, 1.0  # time of the last end of a request, and average seconds between ends
         self.alive = self._draining = False
         self._empty = asyncio.Event()
         self.failures = 0
-        """Calls that failed since one was right."""
+        """Failed calls since the last successful one."""
         self.last_error: CgbundleError | None = None
-        """Of the last call that failed."""
+        """The error of the last failed call."""
 
     @property
     def state(self) -> State:
-        """Of now, or of a moment ago: the thread may be about to change it."""
+        """The current state; the thread may change it at any time."""
         sched = self._scheduler
         return State(sched.running, sched.waiting, sched.pages.taken, sched.pages.free, sched.preempted, sched.shared)
 
     @property
     def open_requests(self) -> int:
-        """Requests whose blocks are open."""
+        """The number of open requests."""
         return len(self._streams)
 
     async def __aenter__(self) -> Engine:
@@ -164,7 +164,7 @@ class Engine:
     async def open(self, requests: Sequence[Request]) -> AsyncIterator[Stream]:
         """Serves some requests.
 
-        Raises ValueError for a request that can never be served, Busy, Stopping, and ModelFailed, which the stream raises, too.
+        Raises ValueError for a request that can never be served, Busy, Stopping, and ModelFailed, also while streaming.
         """
         for request in requests:
             check(request, self.limits)
@@ -191,7 +191,7 @@ class Engine:
         return set(self._places.values())
 
     async def load_adapter(self, place: int, adapter: AdapterWeights) -> None:
-        """Puts an adapter into the bank of the model, between two calls.  Raises AdapterError, CgbundleError, ModelFailed."""
+        """Stores an adapter in the model's bank, between two calls.  Raises AdapterError, CgbundleError, ModelFailed."""
         if not self.alive:
             raise ModelFailed("the engine has ended")
         done: Future[None] = Future()
@@ -199,7 +199,7 @@ class Engine:
         def work() -> None:
             try:
                 self._model.load_adapter(place, adapter)
-            except BaseException as error:  # noqa: BLE001  who waits raises it
+            except BaseException as error:  # noqa: BLE001  the waiting caller raises it
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -208,7 +208,7 @@ class Engine:
         await asyncio.wrap_future(done)
 
     async def drain(self) -> None:
-        """Takes no more requests, and waits until those that are open have ended."""
+        """Accepts no more requests, and waits until open ones have ended."""
         self._draining = True
         while self._streams:
             self._empty.clear()
@@ -251,32 +251,32 @@ class Engine:
         try:
             while self._read_inbox(wait=False):
                 step = self._scheduler.next()
-                if step is not None:  # which is prepared while the one before it runs
+                if step is not None:  # prepared while the previous step runs
                     under_way.append(step)
                     self._calls.put((self._model.prepare(step), any([lane.behind >= 0 for lane in step.lanes])))
                 elif under_way:
                     self._finish(under_way.popleft(), *self._outcomes.get())
                 elif not self._read_inbox(wait=True):
                     return
-        finally:  # whatever the reason: nobody waits for an answer that will not come
+        finally:  # in any case, so that nobody waits for an answer that will not come
             self._calls.put(None)
             caller.join()
             self._loop.call_soon_threadsafe(self._end)
 
     def _read_inbox(self, *, wait: bool) -> bool:
-        """Does what was asked for; with `wait`, at least one thing.  False where the engine is to end."""
+        """Executes the requests of the inbox, with `wait` at least one.  Returns False if the engine must end."""
         while wait or not self._inbox.empty():
-            asked = self._inbox.get()
-            if asked is None:
+            action = self._inbox.get()
+            if action is None:
                 return False
-            asked()
+            action()
             wait = False
         return True
 
     def _finish(self, step: Step, outcome: Outcome, seconds: float) -> None:
-        if outcome is None:  # the call before it failed
+        if outcome is None:  # the previous call failed
             self._scheduler.undo()
-        elif isinstance(outcome, CgbundleError):  # those of this call are lost; others may go on
+        elif isinstance(outcome, CgbundleError):  # its requests fail; others may continue
             self.failures, self.last_error = self.failures + 1, outcome
             self._loop.call_soon_threadsafe(self._fail, self._scheduler.fail(), " ".join(str(outcome).split()))
         elif isinstance(outcome, BaseException):
@@ -291,16 +291,16 @@ class Engine:
     # --- in the model's thread -------------------------------------------------------------------------------------------
 
     def _call_all(self) -> None:
-        """One call after the other, each as soon as the one before it has ended."""
+        """Makes one call after the other without a pause."""
         outcome: Outcome = None
-        while (asked := self._calls.get()) is not None:
-            if not isinstance(asked, tuple):
-                asked()
+        while (item := self._calls.get()) is not None:
+            if not isinstance(item, tuple):
+                item()
                 continue
-            call, chained = asked
-            before, began = outcome if isinstance(outcome, Made) else None, time.perf_counter()
+            call, chained = item
+            previous, began = outcome if isinstance(outcome, Made) else None, time.perf_counter()
             try:
-                outcome = None if chained and before is None else call(before)
+                outcome = None if chained and previous is None else call(previous)
             except BaseException as error:  # noqa: BLE001  the engine's thread raises it
                 outcome = error
             self._outcomes.put((outcome, time.perf_counter() - began))

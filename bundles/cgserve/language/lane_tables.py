@@ -1,4 +1,4 @@
-"""The tensors of a call, which stay from call to call: of a lane that goes on, only what changed is written."""
+"""The input tensors of a call, reused between calls: for a lane that continues, only changes are written."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SAMPLING = {
     "temperature": "float32", "top_k": "int64", "top_p": "float32", "penalty": "float32", "seed": "int64", "alternatives": "int64",
     "min_p": "float32", "deferred": "int64",
 }  # fmt: skip
-"""The fields of sampling.Sampling, in its order."""
+"""The fields of sampling.Sampling, in order."""
 
 NEUTRAL, DEFERRED = Sampling(temperature=0.0), Sampling(temperature=0.0, deferred=1)
-"""Of a lane that is off, and of one whose token the entry `choose` chooses."""
+"""Sampling of a lane that is off, and of a lane whose token the entry `choose` chooses."""
 
 KINDS = {"float32": "f", "int64": "q", "int32": "i"}
 
 
 class Column:
-    """A tensor (rows, *shape) of int64, int32 or float32, and its numbers, which may be changed in place between calls."""
+    """A tensor (rows, *shape) of int64, int32 or float32, whose numbers may be changed in place between calls."""
 
     def __init__(self, dtype: str, rows: int, shape: tuple[int, ...] = (), value: float = 0) -> None:
         self.width = prod(shape)
@@ -42,21 +42,21 @@ class LaneTables:
         self.stop = Column("int64", batch, (STOPS,), -1)
         self.sampling = sampling_columns(batch)
         self.fields = tuple([column.tensor for column in self.sampling.values()])
-        self._texts: list[Sequence[int] | None] = [None] * batch  # whose pages a row has: the list itself
-        self._written = [0] * batch  # how many of them
+        self._texts: list[Sequence[int] | None] = [None] * batch  # the page list of each row, compared by identity
+        self._written = [0] * batch  # pages written for each row
         self._deferred = [False] * batch
         self._used = 0
 
     def fill(self, lanes: Sequence[Lane]) -> None:
-        """Makes them those of a step with these lanes; the others are off."""
+        """Writes the inputs for a step with these lanes; the others are off."""
         used, texts, written = len(lanes), self._texts, self._written
         for row, lane in enumerate(lanes):
             pages = lane.pages
             if texts[row] is not pages or self._deferred[row] != (lane.rules is not None):
                 self._begin(row, lane)
             elif written[row] != len(pages):
-                at, known = row * self.blocks, written[row]
-                self.pages.numbers[at + known : at + len(pages)] = array("q", pages[known:])
+                begin, old_count = row * self.blocks, written[row]
+                self.pages.numbers[begin + old_count : begin + len(pages)] = array("q", pages[old_count:])
                 written[row] = len(pages)
         for row in range(used, self._used):
             self._switch_off(row)
@@ -65,16 +65,16 @@ class LaneTables:
             self.ids.numbers[:used] = array("q", [lane.ids[0] for lane in lanes])
         else:
             for row, lane in enumerate(lanes):
-                count, at = len(lane.ids), row * self.seq
-                self.ids.numbers[at : at + count] = array("q", lane.ids)
+                count, begin = len(lane.ids), row * self.seq
+                self.ids.numbers[begin : begin + count] = array("q", lane.ids)
                 self.count.numbers[row] = count
         self.start.numbers[:used] = array("q", [lane.start for lane in lanes])
 
     def _begin(self, row: int, lane: Lane) -> None:
-        """A row is another lane's from now on."""
-        pages, at = array("q", lane.pages), row * self.blocks
+        """Assigns a row to another lane."""
+        pages, begin = array("q", lane.pages), row * self.blocks
         rest = max(0, self._written[row] - len(pages))
-        self.pages.numbers[at : at + len(pages) + rest] = pages + array("q", [0]) * rest
+        self.pages.numbers[begin : begin + len(pages) + rest] = pages + array("q", [0]) * rest
         self._texts[row], self._written[row] = lane.pages, len(pages)
         self.slot.numbers[row], self.count.numbers[row], self.adapter.numbers[row] = lane.slot, len(lane.ids), lane.adapter
         self._deferred[row] = lane.rules is not None
@@ -85,16 +85,16 @@ class LaneTables:
         self._begin(row, Lane(None, (), 0, (), 0, 0, (), NEUTRAL))
         self._texts[row] = None
         self.start.numbers[row] = self.most.numbers[row] = self.length.numbers[row] = 0
-        at = row * self.seq
-        self.ids.numbers[at : at + self.seq] = array("q", [0]) * self.seq
+        begin = row * self.seq
+        self.ids.numbers[begin : begin + self.seq] = array("q", [0]) * self.seq
 
 
 def sampling_columns(rows: int) -> dict[str, Column]:
-    """The fields of sampling.Sampling in its order, of lanes that are off."""
+    """Returns columns for the fields of sampling.Sampling, with the values of lanes that are off."""
     return {name: Column(dtype, rows, (), getattr(NEUTRAL, name)) for name, dtype in SAMPLING.items()}
 
 
 def write_sampling(columns: Mapping[str, Column], row: int, sampling: Sampling) -> None:
-    """Makes a row that of a lane with this sampling."""
+    """Writes a lane's sampling to a row."""
     for name, column in columns.items():
         column.numbers[row] = getattr(sampling, name)

@@ -1,4 +1,4 @@
-"""What a server of language models counts, as Prometheus reads it at /metrics."""
+"""Metrics of language models, in Prometheus' format at /metrics."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ class LanguageFamilies:
         self.gauges = {name: Gauge(f"cgbundle_llm_{name}", text, ("model",), registry=registry) for name, text in GAUGES.items()}
 
     def of(self, model: str) -> LanguageMetrics:
-        """Those of one model."""
         return LanguageMetrics(self, model)
 
 
 class LanguageMetrics:
-    """What is counted of one language model."""
+    """The metrics of one language model."""
 
     def __init__(self, families: LanguageFamilies, model: str) -> None:
         self._families, self._model = families, model
@@ -59,6 +58,5 @@ class LanguageMetrics:
         self._families.lanes.labels(self._model, step.entry).observe(len(step.lanes))
 
     def show(self, state: State) -> None:
-        """Sets the gauges."""
         for name, gauge in self._families.gauges.items():
             gauge.labels(self._model).set(getattr(state, name))

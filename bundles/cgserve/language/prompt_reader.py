@@ -1,4 +1,4 @@
-"""Bodies that become requests, in a thread: JSON, templates and tokenizers take their time, and a few may wait for that."""
+"""Reads request bodies in a thread, because JSON, templates and tokenizers take time.  The number of waiting bodies is limited."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .completions import Asked, Refusal, read_request
 from .served_model import ServedModel
 
 TEXTS, WAITING = 1, 1024
-"""Bodies that are read at once, since most of it keeps the interpreter; and that may be read or wait for that."""
+"""Bodies that are read in parallel (most of the work holds the GIL), and the maximum that are read or wait."""
 
 Choose = Callable[[str | None], ServedModel]
-"""The model that serves under a name, or the only one for None.  Raises Refusal."""
+"""Returns the model that serves a name, or the only one for None.  Raises Refusal."""
 
 
 class PromptReader:
     """Reads bodies for all language models of a server."""
 
     def __init__(self, choose: Choose, unread: Callable[[str, int], None]) -> None:
-        """`unread` is told of the path and status of a body that named no model, or asked for nothing that can be done."""
+        """`unread` gets path and status of a body that names no model or cannot be served."""
         self.choose, self.unread = choose, unread
         self._threads, self._reading = ThreadPoolExecutor(TEXTS, "text"), 0
 
     async def read(self, body: bytes, *, chat: bool) -> tuple[ServedModel, Asked, list[Request]]:
-        """What a body asks for, the model that it names, and its requests.  Raises Refusal."""
+        """Returns the model that a body names, the parsed body, and its requests.  Raises Refusal."""
 
         def work() -> tuple[ServedModel, Asked, list[Request]]:
             asked = read_request(body, chat=chat)
@@ -37,11 +37,11 @@ class PromptReader:
         while True:
             served, asked, requests = await self.run(work)
             same = self.choose(asked.model) is served and served.adapter_of(asked.model) == requests[0].adapter
-            if same:  # a switch of versions or adapters comes before this, or after the requests are open
+            if same:  # no await until the requests are open, so versions and adapters cannot change in between
                 return served, asked, requests
 
     async def run(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives, called in the thread.  Raises Refusal where too many wait for it."""
+        """Calls `work` in the thread and returns its result.  Raises Refusal if too many wait."""
         if self._reading >= WAITING:
             raise Refusal(503, f"{WAITING} prompts wait to be read", again=1)
         self._reading += 1

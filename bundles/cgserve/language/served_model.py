@@ -1,4 +1,4 @@
-"""A language model as clients know it: its name, its tokenizer, the copies that answer, and their requests for what a body asks."""
+"""A language model for clients: its name, its tokenizer, its copies, and the requests for a body."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .metrics import LanguageMetrics
 from .text import Language
 
 USUAL, SLACK = 4, 64
-"""Characters that a token usually has, and how many tokens more the beginning of a text may have by itself."""
+"""Typical characters per token, and how many additional tokens the beginning of a text may have when tokenized alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedAdapter:
-    """An adapter that clients know by a name: the folder that it was read from, when, in seconds, and where it is."""
+    """An adapter with a name: the folder that it was read from, its creation time in seconds, and its place."""
 
     folder: Path
     created: int
@@ -36,25 +36,25 @@ class ServedAdapter:
 
 
 class ServedModel:
-    """Copies of a model under one name.  `context` is the longest text in tokens, `metrics` what is counted of all of them,
-    `adapters` those that may be asked for, by the names that stand for the model with each."""
+    """Copies of a model under one name.  `context`: the longest text in tokens; `metrics`: those of all copies; `adapters`: by the
+    names that select the model with each adapter."""
 
     def __init__(
         self, models: Sequence[Model], language: Language, name: str, limit: int, metrics: LanguageMetrics, seconds: float
     ) -> None:
-        """`models`: a copy for each device; `name`: what clients call them; `limit`: requests that may be open on each, running and
-        waiting; `seconds`: those that a request may wait for its first token."""
+        """`models`: a copy for each device; `name`: for clients; `limit`: maximum open requests of each copy, running and waiting;
+        `seconds`: maximum wait for a request's first token."""
         self.language, self.name, self.metrics, self.seconds = language, name, metrics, seconds
         self.engine = Engines(models, limit, self.metrics.watch)
         self.context = min(self.engine.limits.context, language.positions or self.engine.limits.context)
         self.characters = self.context * language.longest
         self._created = int(time.time())
         self._grammars: Grammars | None = None
-        self.adapters: Mapping[str, ServedAdapter] = {}  # another one after every change: a thread may be reading it
+        self.adapters: Mapping[str, ServedAdapter] = {}  # replaced at every change, because a thread may read it
         self._numbers, self._loading = itertools.count(1), asyncio.Lock()
 
     def about(self, name: str) -> dict[str, Any]:
-        """The model, or the model with an adapter, under its name, as OpenAI's clients read it."""
+        """Returns the model, or the model with an adapter, in OpenAI's format."""
         adapter = self.adapters.get(name)
         created = self._created if adapter is None else adapter.created
         parent = {} if adapter is None else {"parent": self.name}
@@ -62,7 +62,7 @@ class ServedModel:
         return card | parent
 
     def adapter_of(self, name: str | None) -> Adapter:
-        """What requests with this name are served with."""
+        """Returns the adapter for requests with this name."""
         served = self.adapters.get(name or "")
         return NO_ADAPTER if served is None else served.adapter
 
@@ -78,9 +78,9 @@ class ServedModel:
             place = next((place for place in range(1, bank.count + 1) if place not in used), 0)
             if not place:
                 raise AdapterError(f"adapter {name!r}: the bundle holds {bank.count} at a time (cgcompile build --adapters N)")
-            read = await asyncio.to_thread(read_adapter, folder, bank)
+            weights = await asyncio.to_thread(read_adapter, folder, bank)
             try:
-                await self.engine.load_adapter(place, read)
+                await self.engine.load_adapter(place, weights)
             except AdapterError as error:
                 raise AdapterError(f"{folder}: {error}") from None
             adapter = Adapter(place, next(self._numbers))
@@ -88,13 +88,13 @@ class ServedModel:
             self.adapters = {**self.adapters, name: served}
 
     def unload_adapter(self, name: str) -> bool:
-        """Takes a name away, and gives whether it was there.  Open requests end as they would; its place is free behind them."""
-        there = name in self.adapters
+        """Removes a name, and returns whether it existed.  Open requests continue; afterwards the adapter's place is free."""
+        exists = name in self.adapters
         self.adapters = {other: served for other, served in self.adapters.items() if other != name}
-        return there
+        return exists
 
     def requests_of(self, asked: Asked) -> list[Request]:
-        """A request for each choice of each prompt.  Raises Refusal."""
+        """Returns a request for each choice of each prompt.  Raises Refusal."""
         adapter = self.adapter_of(asked.model)
         matcher = self._matcher(asked)
         stop = (() if asked.ignore_end and matcher is None else self.language.stop) + asked.stop_tokens
@@ -128,28 +128,28 @@ class ServedModel:
         self, asked: Asked, prompt: tuple[int, ...], most: int, stop: tuple[int, ...], sampling: Sampling,
         matcher: GrammarMatcher | None, adapter: Adapter,
     ) -> Request:  # fmt: skip
-        """A request, with rules where it needs any.  Of a prompt that is scored the first token is read, the others are made."""
+        """Returns a request, with rules if necessary.  Of a scored prompt only the first token is read; the others are forced."""
         forced = prompt[1:] if asked.scored else ()
         if not forced and not most:
             raise Refusal(400, "max_tokens: 0 needs a prompt of two tokens", "max_tokens")
-        read, rules = prompt[: len(prompt) - len(forced)], None
+        read_tokens, rules = prompt[: len(prompt) - len(forced)], None
         if matcher is not None or asked.wishes or forced:
             matcher_copy = None if matcher is None else matcher.copy()
-            rules = TokenRules(self.engine.limits.vocabulary, len(read), asked.wishes, stop, matcher_copy, forced)
+            rules = TokenRules(self.engine.limits.vocabulary, len(read_tokens), asked.wishes, stop, matcher_copy, forced)
         count = most + len(forced)
         return Request(
-            prompt=read, most=count, stop=stop, sampling=sampling, rules=rules, forced=len(forced), adapter=adapter
+            prompt=read_tokens, most=count, stop=stop, sampling=sampling, rules=rules, forced=len(forced), adapter=adapter
         )  # fmt: skip
 
     def answer(self, asked: Asked, request: Request) -> Answer:
-        """What makes text of the tokens of a request."""
+        """Returns the object that converts a request's tokens to text."""
         tools, text = asked.toolbox.callable, self.language.text
         reader = CallReader(tools, self.language.tool_form) if tools else None
         offset = len(text(request.prompt)) if asked.echo else 0
         return Answer(text, request.prompt, asked.stop, reader, request.forced, offset)
 
     def _matcher(self, asked: Asked) -> GrammarMatcher | None:
-        """The beginning of the grammar that answers have to keep to, or None.  Raises Refusal."""
+        """Returns the matcher of the grammar for the answers, or None.  Raises Refusal."""
         unknown = [token for token in asked.wishes.biases if token >= self.language.size]
         if unknown:
             raise Refusal(400, f"logit_bias: expected tokens from 0 to {self.language.size - 1}", "logit_bias")
@@ -171,7 +171,7 @@ class ServedModel:
             raise Refusal(400, f"{field}: {error}", field) from None
 
     def tokens_of(self, body: dict[str, Any]) -> tuple[int, ...]:
-        """The tokens of the `prompt` or `messages` of a body that asks for tokens alone.  Raises Refusal."""
+        """Returns the tokens of `prompt` or `messages` in a body.  Raises Refusal."""
         special = of_kind(body, "add_special_tokens", bool, True, "true or false")
         if "messages" in body:
             template = of_kind(body, "chat_template_kwargs", dict, {}, "an object")
@@ -179,21 +179,21 @@ class ServedModel:
         return self._prompt(of_kind(body, "prompt", str, None, "a string") or "", special)
 
     def _check_length(self, text: str, field: str) -> None:
-        """Raises Refusal for a text of more characters than the longest tokens have together."""
+        """Raises Refusal if the text has more characters than the longest tokens could cover."""
         if len(text) > self.characters:
             cause = f"the model takes {self.context} tokens, of {self.characters} characters at most; the prompt has {len(text)}"
             raise Refusal(400, cause, field, "context_length_exceeded")
 
     def _tokens(self, text: str, field: str, *, special: bool) -> tuple[int, ...]:
-        """The tokens of a text.  Of a long one its beginning is tried first: a tokenizer takes seconds for megabytes, and hundreds
-        of bytes for a token.  Raises Refusal where the beginning is too long already."""
+        """Returns the tokens of a text.  Tokenizes the beginning of a long text first, because megabytes take seconds and much
+        memory.  Raises Refusal if the beginning is already too long."""
         self._check_length(text, field)
-        tried = USUAL * self.context
-        while tried < len(text):
-            if len(self.language.tokens(text[:tried], special=special)) > self.context + SLACK:
-                cause = f"the model takes {self.context} tokens; the first {tried} of the prompt's {len(text)} characters have more"
+        limit = USUAL * self.context
+        while limit < len(text):
+            if len(self.language.tokens(text[:limit], special=special)) > self.context + SLACK:
+                cause = f"the model takes {self.context} tokens; the first {limit} of the prompt's {len(text)} characters have more"
                 raise Refusal(400, cause, field, "context_length_exceeded")
-            tried *= 2
+            limit *= 2
         return self.language.tokens(text, special=special)
 
     def _prompt(self, prompt: str | tuple[int, ...], special: bool) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""Bundles as models with versions: loaded, examined, exchanged and closed while requests come."""
+"""Bundles as models with versions, which are loaded, tested, replaced and closed while requests arrive."""

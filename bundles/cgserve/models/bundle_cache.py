@@ -1,6 +1,6 @@
-"""Models of a folder that are loaded when they are asked for, and closed when their memory is wanted for others.
+"""Loads models of a folder on demand, and closes them when others need their memory.
 
-ray_replicas.py uses it, one in each replica.  The folder is that of model_repository.py.
+ray_replicas.py uses it, one per replica.  The folder has the layout of model_repository.py.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .version import Identity, Version, Watch
 
 
 class BundleCache:
-    """At most `limit` bytes of loaded bundles, as their manifests count their memories; the one that was asked for longest ago goes
-    first.  The folder is looked at every `poll` seconds, while requests come.
+    """Keeps at most `limit` bytes of loaded bundles, by the memories in their manifests, and evicts the least recently used.
+    Checks the folder every `poll` seconds while requests arrive.
 
-    Room is made for a model that has been loaded and examined, or that lacks memory alone, and not for one that cannot be served.
-    Why it cannot is remembered until its files are others."""
+    A model evicts others only if it was loaded and tested, or if only memory is missing.  The reason of a refused model is kept
+    until its files change."""
 
     def __init__(self, folder: str | Path, limit: int, options: Options, poll: float, tell: Tell = json_log) -> None:
         self._folder, self._limit, self._options, self._poll, self._tell = Path(folder), limit, options, poll, tell
-        self._models: OrderedDict[str, Model] = OrderedDict()  # by when they were asked for
+        self._models: OrderedDict[str, Model] = OrderedDict()  # least recently used first
         self._turn = asyncio.Lock()
         self._looked = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -35,33 +35,33 @@ class BundleCache:
 
     @property
     def loaded(self) -> dict[str, int]:
-        """The models that are loaded, the one that was asked for longest ago first, and the version of each."""
+        """The loaded models and their versions, least recently used first."""
         return {name: model.current.number for name, model in self._models.items() if model.current is not None}
 
     @property
     def failure(self) -> Exception | None:
-        """How the GPU failed, where it did: nothing of this process can use it any more."""
+        """The error if the GPU failed: this process cannot use it any more."""
         failures = [model.current.failure for model in self._models.values() if model.current is not None]
         return next((failure for failure in failures if failure is not None), None)
 
     async def version(self, name: str) -> Version:
-        """The version of a model that serves, loaded if need be.  What follows without an `await` in between finds it open.
-        Raises KeyError where the folder has no such model, Refused where none of its versions can be served."""
+        """Returns the version of a model that serves, and loads it if necessary.  It stays open until the next `await`.  Raises
+        KeyError for an unknown model, Refused if none of its versions can be served."""
         if name not in self._models:
             async with self._turn:
-                if name not in self._models:  # nobody was quicker
+                if name not in self._models:  # no other task was faster
                     await self._open(name)
         elif time.monotonic() - self._looked > self._poll:
             self._looked = time.monotonic()
             self._later(self._refresh())
         model = self._models.get(name)
-        if model is None or model.current is None:  # it has gone meanwhile
+        if model is None or model.current is None:  # closed meanwhile
             return await self.version(name)
         self._models.move_to_end(name)
         return model.current
 
     async def close(self) -> None:
-        """Answers what was taken, and closes all."""
+        """Answers accepted requests, and closes all models."""
         async with self._turn:
             models = [self._models.popitem()[1] for _ in range(len(self._models))]
         await asyncio.gather(*[model.close() for model in models], *self._tasks)
@@ -83,8 +83,8 @@ class BundleCache:
             if not model.short:
                 self._failed[name] = versions, text
             raise Refused(text)
-        wanted = sum(model.current.memory.values())
-        while self._models and wanted + self._bytes() > self._limit:
+        needed = sum(model.current.memory.values())
+        while self._models and needed + self._bytes() > self._limit:
             await self._evict(name)
         self._models[name] = model
 

@@ -1,8 +1,8 @@
-"""A model with versions of its bundle, of which the highest is served.
+"""A model with versions of its bundle; the highest version serves.
 
-A new version is loaded beside the one that serves, in a thread of its own, and examined.  Then it is switched to between two calls:
-requests that were taken are answered by the version that took them, which is closed after the last.  One that cannot be loaded, or
-whose self-test fails, is refused, and the version before goes on.
+A new version is loaded and tested in its own thread while the old one serves.  The switch happens between two calls: the old
+version answers the requests that it accepted, and is then closed.  A version that cannot be loaded, or fails its self-test, is
+refused, and the old version continues.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .version import Identity, Version, Watch, rounded
 
 
 class Model:
-    """The version that serves is `current`, None before the first; `refused` says why others do not.  `short`: the last one that
-    was refused lacked memory."""
+    """`current`: the version that serves, or None; `refused`: why other versions do not.  `short`: the last refused version lacked
+    memory."""
 
     def __init__(self, name: str, options: Options, watch: Watch) -> None:
         self.name, self.refused = name, dict[int, tuple[Identity, Refused]]()
@@ -28,7 +28,7 @@ class Model:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def refresh(self, paths: Mapping[int, tuple[Path, Identity]], tell: Tell) -> None:
-        """Serves the highest version of `paths` that can be served.  `tell` is told of each load, switch and refusal."""
+        """Serves the highest version of `paths` that can be served.  `tell` gets each load, switch and refusal."""
         self.refused = {number: pair for number, pair in self.refused.items() if number in paths and paths[number][1] == pair[0]}
         for number in sorted(paths, reverse=True):
             path, identity = paths[number]
@@ -54,17 +54,17 @@ class Model:
             tell({"event": "gone", "model": self.name, "version": self._switch(None)})
 
     async def close(self) -> None:
-        """Answers what was taken, and closes all versions."""
+        """Answers accepted requests, and closes all versions."""
         self._switch(None)
         while self._closing:
             await asyncio.gather(*self._closing)
 
     def _switch(self, version: Version | None) -> int | None:
-        """From here on `version` takes the requests; the number of the one before, which is closed when its calls are done."""
-        before, self.current = self.current, version
-        if before is None:
+        """Makes `version` the current one, closes the previous one after its calls, and returns the previous number."""
+        previous, self.current = self.current, version
+        if previous is None:
             return None
-        task = asyncio.create_task(before.close())
+        task = asyncio.create_task(previous.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-        return before.number
+        return previous.number

@@ -1,9 +1,9 @@
-"""A folder of models, each with versions of its bundle, or a single bundle, looked at again and again.
+"""A folder of models, each with versions of its bundle, or a single bundle; checked periodically.
 
-    models/classifier/1/model.cgb       Triton's layout: <model>/<version>/, and in it a bundle called model.cgb
+    models/classifier/1/model.cgb       Triton's layout: <model>/<version>/ contains a bundle called model.cgb
     models/classifier/2/model.cgb       (a version's folder may be the bundle itself)
 
-To go back, remove the folder of the highest version.
+To return to an older version, remove the folder of the highest version.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Found = dict[str, dict[int, tuple[Path, Identity]]]
 
 
 class Repository:
-    """`async with Repository(look, ...) as repository:` serves the models that `look` finds, and looks again every `poll` seconds.
-    `models` are those that have, or had, a version.  `looked`: whether the first look is over."""
+    """`async with Repository(look, ...) as repository:` serves the models that `look` finds, and checks again every `poll` seconds.
+    `models`: those that have, or had, a version.  `looked`: whether the first check has ended."""
 
     def __init__(self, look: Callable[[], Found], options: Options, poll: float, watch: Watch, tell: Tell) -> None:
         self.models: dict[str, Model] = {}
@@ -44,11 +44,11 @@ class Repository:
         await asyncio.gather(*[model.close() for model in self.models.values()])
 
     def serving(self) -> Iterator[Version]:
-        """The versions that serve."""
-        return (model.current for model in list(self.models.values()) if model.current is not None)  # other threads ask, too
+        """Returns the versions that serve."""
+        return (model.current for model in list(self.models.values()) if model.current is not None)  # other threads call this, too
 
     async def refresh(self) -> None:
-        """Looks now.  Raises OSError where a folder cannot be read."""
+        """Checks the files now.  Raises OSError if a folder cannot be read."""
         async with self._turn:
             bundles = await asyncio.to_thread(self._look_at)
             for name in bundles.keys() - self.models.keys():
@@ -61,16 +61,16 @@ class Repository:
         while True:
             try:
                 await self.refresh()
-            except OSError as error:  # a folder far away that does not answer
+            except OSError as error:  # a remote folder that does not respond
                 self._tell({"event": "unreadable", "why": str(error)})
-            except Exception as error:  # noqa: BLE001  as too little memory for a version: the next look is another one
+            except Exception as error:  # noqa: BLE001  such as too little memory: the next check may succeed
                 self._tell({"event": "failed", "why": f"{type(error).__name__}: {one_line(error)}".rstrip(": ")})
             self.looked = True
             await asyncio.sleep(self._poll)
 
 
 def scan(folder: Path) -> Found:
-    """The bundles of a folder of models.  Raises OSError where it cannot be read."""
+    """Returns the bundles of a folder of models.  Raises OSError if it cannot be read."""
     bundles: Found = {}
     for model in sorted(folder.iterdir()):
         if model.name.startswith(".") or not model.is_dir():
@@ -79,7 +79,7 @@ def scan(folder: Path) -> Found:
         for version in model.iterdir():
             if version.name.isascii() and version.name.isdigit() and version.name[0] != "0":
                 path = version / "model.cgb" if (version / "model.cgb").is_dir() else version
-                with suppress(OSError):  # no bundle there, or not yet: a bundle is whole or absent
+                with suppress(OSError):  # no bundle, or not yet: bundles are written atomically
                     versions[int(version.name)] = (path, identity_of(path))
         if versions:
             bundles[model.name] = versions
@@ -87,7 +87,7 @@ def scan(folder: Path) -> Found:
 
 
 def identity_of(bundle: Path) -> Identity:
-    """Raises OSError where there is no bundle."""
+    """Identifies a bundle by its files.  Raises OSError if there is no bundle."""
     os.stat(bundle / "manifest.json")
-    files = [file.stat() for file in sorted(bundle.rglob("*"))]  # one of them may be repaired in its place
+    files = [file.stat() for file in sorted(bundle.rglob("*"))]  # a single file may be replaced
     return tuple([(status.st_ino, status.st_size, status.st_mtime_ns) for status in files])

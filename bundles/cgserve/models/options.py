@@ -1,4 +1,4 @@
-"""How models are loaded and served: values that every version of every model shares."""
+"""Options for loading and serving models; all versions of all models share them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from threading import Lock
 
 
 class Refused(Exception):
-    """A version that is not served; the text says why, `hint` what to do, or "".  `memory`: for want of memory."""
+    """A version is not served; the text says why; `hint`: a remedy, or "".  `memory`: memory is missing."""
 
     def __init__(self, why: str, hint: str = "", *, memory: bool = False) -> None:
         super().__init__(why)
@@ -16,14 +16,14 @@ class Refused(Exception):
 
 
 class MemoryBudget:
-    """The bytes that all loaded bundles may take together; None is no bound."""
+    """The maximum bytes of all loaded bundles together; None is no limit."""
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit, self._taken = limit, 0
-        self._lock = Lock()  # versions are loaded side by side
+        self._lock = Lock()  # versions are loaded in parallel
 
     def take(self, size: int) -> None:
-        """Counts a bundle that is about to be loaded.  Raises Refused where it would be too much."""
+        """Reserves memory for a bundle before it is loaded.  Raises Refused if the limit is exceeded."""
         with self._lock:
             if self._limit is not None and self._taken + size > self._limit:
                 mib = [f"{number / (1 << 20):.1f} MiB" for number in (size, self._limit, self._limit - self._taken)]
@@ -33,18 +33,18 @@ class MemoryBudget:
             self._taken += size
 
     def give_back(self, size: int) -> None:
-        """Forgets a bundle that was closed."""
+        """Releases the memory of a closed bundle."""
         with self._lock:
             self._taken -= size
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`wait`: milliseconds that a request waits for others; `limit`: requests of a model that may wait or be open; `seconds`: that
-    one may take, of a language model until its first token.  `devices`: the GPUs that have a copy of every model each; () is the
-    first GPU, or the CPU for a bundle that is for one.  `threads`: of a call on the CPU.  `turns`: tokens that one call of a
-    language model may make for each request.  `tokenizer`: a folder for bundles that have none beside them.  `memory`: what all may
-    take.  `adapters`: names and folders of LoRA adapters of a language model."""
+    """`wait`: milliseconds that a request waits for others; `limit`: maximum waiting or open requests of a model; `seconds`:
+    deadline of a request, for a language model until its first token.  `devices`: GPUs with a copy of every model each; () is the
+    first GPU, or the CPU for a CPU bundle.  `threads`: of a call on the CPU.  `turns`: maximum tokens per request in one call of a
+    language model.  `tokenizer`: the folder for bundles without their own.  `memory`: the budget of all.  `adapters`: names and
+    folders of LoRA adapters of a language model."""
 
     wait: float = 2.0
     limit: int = 1024
@@ -58,9 +58,8 @@ class Options:
 
 
 def tokenizer_beside(bundle: Path, name: str) -> Path | None:
-    """The folder with the tokenizer of a bundle whose model is called `name`: `X` beside `X.cgb`, or `name`, which a build from a
-    GGUF file writes; the folder that the bundle lies in; and in a folder of models that of the model.  A bundle has none in
-    itself."""
+    """Returns the folder with the tokenizer of a bundle for the model `name`: `X` beside `X.cgb`; `name`, which a build from a GGUF
+    file writes; the bundle's parent folder; in a folder of models also that of the model.  Bundles contain no tokenizer."""
     places = [bundle.with_suffix("")] if bundle.suffix else []
     if name not in ("", ".", "..") and "/" not in name:
         places.append(bundle.parent / name)

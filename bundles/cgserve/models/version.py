@@ -1,5 +1,4 @@
-"""A version of a bundle that serves: loaded, examined by the self-test that its build stored, which warms it up, and closed after
-its last answer."""
+"""A version of a bundle that serves: it is loaded, tested and warmed up by its self-test, and closed after its last answer."""
 
 from __future__ import annotations
 
@@ -35,29 +34,29 @@ from .options import Options, Refused, tokenizer_beside
 Loaded = cgbundle.Program | cgbundle.Replicas
 
 Identity = tuple[tuple[int, int, int], ...]
-"""What tells a bundle from one that stands in its place later: number, size and time of each of its files."""
+"""Distinguishes a bundle from a later one at the same path: inode, size and time of each of its files."""
 
 GPU_FAILED = "driver-failed"
-"""The code of the error after which no call of this process reaches the GPU: its context is lost."""
+"""The code of the error after which the CUDA context is lost, so that no call of this process can use the GPU."""
 
 
 class Watch:
-    """Who is told of what models do; this one forgets it."""
+    """Gets events of models; this class ignores them."""
 
     def batch(self, model: str, version: int, ports: Ports, batch: Batch) -> None:
-        """A batch of a model was answered."""
+        """Gets each answered batch of a model."""
 
     def language(self, model: str) -> LanguageMetrics:
-        """What counts the work of a language model."""
+        """Returns the metrics of a language model."""
         return LanguageFamilies(CollectorRegistry()).of(model)
 
 
 class Version:
-    """A version that serves, from `opened` until `close` has answered what it took.  Calls run in threads of its own, one for each
-    copy.
+    """A version that serves from `open` until `close`, which first answers accepted requests.  Calls run in its own threads, one
+    for each copy.
 
-    `entries`: those that the Open Inference Protocol serves, by name, and `not_served` why others are not; `language`: the language
-    model, where the bundle is one; `text`: a model of texts, where it has a tokenizer; `words`: the tokenizer of either.
+    `entries`: those that the Open Inference Protocol serves, by name; `not_served`: why others are not; `language`: the language
+    model, or None; `text`: the model of texts if it has a tokenizer; `words`: the tokenizer of either.
     """
 
     def __init__(self, model: str, number: int, identity: Identity) -> None:
@@ -73,12 +72,12 @@ class Version:
         self._cleanup = AsyncExitStack()
 
     async def open(self, path: Path, options: Options, watch: Watch, before: Version | None) -> None:
-        """Loads the bundle, replays its self-test, and takes requests.  `before`: the version that serves, None where this is the
-        first: nothing answers before it, so its self-test is short (see `first_keys`), and left out for a language model.  Raises
-        Refused."""
+        """Loads the bundle, replays its self-test, and accepts requests.  `before`: the version that serves, None if this is the
+        first.  The first version starts with a short self-test (see `first_keys`), or without one for a language model, because
+        nothing serves yet. Raises Refused."""
         self._options, self._first = options, before is None
         self._adapters = dict(options.adapters)
-        if before is not None and before.language is not None:  # some may have come or gone since
+        if before is not None and before.language is not None:  # adapters may have changed since the start
             self._adapters = {name: adapter.folder for name, adapter in before.language.adapters.items()}
         self._words = before.words if before is not None else None
         copies = max(1, len(options.devices))
@@ -96,7 +95,7 @@ class Version:
             raise Refused(one_line(error)) from None
 
     async def _begin(self, program: Loaded, ports: Mapping[str, Ports], language: Language | None, watch: Watch) -> None:
-        """Takes requests.  Raises ValueError for a language model that was built in another way than this server calls it."""
+        """Accepts requests.  Raises ValueError for a language model that this server cannot call."""
         options, copies = self._options, max(1, len(self._options.devices))
         if language is not None and is_language_model(program.manifest):
             replicas = program.programs if isinstance(program, cgbundle.Replicas) else [program]
@@ -117,12 +116,12 @@ class Version:
             self.entries[shown] = await self._cleanup.enter_async_context(entry)
         if language is not None and self.language is None:
             entry = self.entries[self.model]
-            more = (options.seconds, options.limit, entry.pause)
-            self.text = TextModel(self.model, language, entry.ports, self.answer, *more)
+            limits = (options.seconds, options.limit, entry.pause)
+            self.text = TextModel(self.model, language, entry.ports, self.answer, *limits)
 
     async def answer(self, tensors: Sequence[Given], seconds: float, entry: str = "") -> list[Given]:
-        """The outputs of an entry, by default the only one, for one request's tensors, within `seconds` (0: the options').  Raises
-        as TensorEntry.answer."""
+        """Returns the outputs of an entry, by default the only one, for one request's tensors, within `seconds` (0: the options').
+        Raises as TensorEntry.answer."""
         allowed = min(seconds or self._options.seconds, self._options.seconds)
         try:
             return await self.entries[entry or self.model].answer(tensors, allowed)
@@ -133,17 +132,17 @@ class Version:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of what it serves."""
+        """The names that it serves."""
         return tuple(self.entries) or (self.model,)
 
     @property
     def failure(self) -> cgbundle.CgbundleError | None:
-        """How its GPU failed, where it did; then the process is of no use any more."""
+        """The error of its GPU, or None; after it the process cannot continue."""
         calls = self.language.engine.last_error if self.language is not None else None
         return self._failure or (calls if calls is not None and calls.code == GPU_FAILED else None)
 
     async def close(self) -> None:
-        """Answers what was taken, then gives the memory back."""
+        """Answers accepted requests, then frees the memory."""
         if self.language is not None:
             await self.language.engine.drain()
         if self.text is not None:
@@ -152,7 +151,7 @@ class Version:
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._program.close)
         except cgbundle.MachineError as error:
-            if error.code != GPU_FAILED:  # then there is nothing that could be given back
+            if error.code != GPU_FAILED:  # then there is nothing to free
                 raise
         self._thread.shutdown()
         self._options.memory.give_back(self._size)
@@ -160,21 +159,21 @@ class Version:
     # --- in the version's thread ---------------------------------------------------------------------------------------
 
     def _load(self, path: Path) -> tuple[Loaded, dict[str, Ports], Language | None]:
-        """The program, its entries as they are served, and the tokenizer of a language model.  Raises Refused."""
+        """Returns the program, its served entries, and the tokenizer of a language model.  Raises Refused."""
         began, devices = time.perf_counter(), self._options.devices
         try:
             manifest = read_manifest(str(path))
             self.words = language = self._language(path, manifest, self._words)
-            self._words = None  # else every version would keep the one before
+            self._words = None  # do not keep the previous version alive
             self._size = sum(dict(manifest.memories).values()) * max(1, len(devices))
             self._options.memory.take(self._size)
         except cgbundle.CgbundleError as error:
             raise Refused(one_line(error), error.hint) from None
         try:
-            more: dict[str, Any] = {"devices": devices, "replicas": True} if devices else {}
+            arguments: dict[str, Any] = {"devices": devices, "replicas": True} if devices else {}
             if self._options.threads is not None:
-                more["threads"] = self._options.threads
-            program: Loaded = cgbundle.load(path, **more)
+                arguments["threads"] = self._options.threads
+            program: Loaded = cgbundle.load(path, **arguments)
             self.seconds["load"] = time.perf_counter() - began
             try:
                 ports = self._examine(program)
@@ -196,7 +195,7 @@ class Version:
         return program, ports, language
 
     def _examine(self, program: Loaded) -> dict[str, Ports]:
-        """The ports of the entries that are served, after the self-test of all.  Raises Refused, CgbundleError."""
+        """Returns the ports of the served entries, after the self-test of all.  Raises Refused, CgbundleError."""
         manifest, ports = program.manifest, dict[str, Ports]()
         language = is_language_model(manifest)
         for entry in () if language else manifest.entries:
@@ -218,13 +217,13 @@ class Version:
         return ports
 
     def _language(self, path: Path, manifest: Manifest, before: Language | None) -> Language | None:
-        """The tokenizer of a language model, or of a model whose inputs are tokens and their mask; None of others.  Raises
+        """Returns the tokenizer of a language model, or of a model whose inputs are tokens and their mask; None for others.  Raises
         Refused."""
         folder = self._options.tokenizer or tokenizer_beside(path, manifest.name)
         if not is_language_model(manifest):
             with suppress(NotServable):
-                alone = len(manifest.entries) == 1
-                if folder is not None and alone and takes_texts(describe(manifest.entries[0], manifest.random)):
+                single_entry = len(manifest.entries) == 1
+                if folder is not None and single_entry and takes_texts(describe(manifest.entries[0], manifest.random)):
                     return read_tokenizer(folder, before)
             if self._options.tokenizer is not None:
                 text = "--tokenizer: the bundle is not one of tokens and their mask, int64 (batch, length), and one output"
@@ -237,16 +236,16 @@ class Version:
 
 
 def read_tokenizer(folder: Path, before: Language | None) -> Language:
-    """Raises Refused."""
+    """Loads the tokenizer of a folder.  Raises Refused."""
     try:
         return Language(folder, before)
-    except Exception as error:  # noqa: BLE001  tokenizers raises nothing else
+    except Exception as error:  # noqa: BLE001  tokenizers only raises Exception
         raise Refused(f"{folder}: {one_line(error)}") from None
 
 
 def first_keys(manifest: Manifest) -> list[IntKey]:
-    """The smallest and the largest int_key of all that run the same code.  One lowering for a processor may have a hundred of them;
-    a graph belongs to one."""
+    """Returns the smallest and the largest int_key for each code.  On a processor a hundred int_keys may share one lowering; a
+    graph belongs to one."""
     keys_by_code: dict[tuple[str, ...], list[IntKey]] = {}
     for entry in manifest.entries:
         for program in entry.programs:
@@ -256,5 +255,5 @@ def first_keys(manifest: Manifest) -> list[IntKey]:
 
 
 def rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds for the log."""
+    """Returns seconds for the log."""
     return {f"{phase}_seconds": round(value, 3) for phase, value in seconds.items()}

@@ -1,1 +1,1 @@
-"""What restricts the tokens of an answer: grammars, biases, penalties by count; and calls of tools, which grammars write."""
+"""Restrictions of an answer's tokens: grammars, biases, penalties by count; and tool calls, which grammars describe."""

@@ -1,5 +1,5 @@
-"""Fields of a body that restrict an answer: response_format, tools with tool_choice, logit_bias.  They raise ValueError with a
-sentence."""
+"""Reads fields of a body that restrict an answer: response_format, tools with tool_choice, logit_bias.  The functions raise
+ValueError with a sentence."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .grammars import ANYTHING
 from .tools import Tool, Toolbox
 
 TOOLS, BIASES = 128, 1024
-"""Most tools and biases of a body."""
+"""Maximum tools and biases of a body."""
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 def schema_of(asked: Any) -> Mapping[str, Any] | None:
-    """The JSON schema of a `response_format`, None for text."""
+    """Returns the JSON schema of a `response_format`, None for text."""
     kind = asked.get("type") if isinstance(asked, dict) else None
     if kind == "text":
         return None
@@ -33,7 +33,7 @@ def schema_of(asked: Any) -> Mapping[str, Any] | None:
 
 
 def toolbox_of(body: Mapping[str, Any]) -> Toolbox:
-    """What `tools`, `tool_choice` and `parallel_tool_calls` say."""
+    """Reads `tools`, `tool_choice` and `parallel_tool_calls`."""
     definitions = body.get("tools", [])
     if not isinstance(definitions, list) or len(definitions) > TOOLS:
         raise ValueError(f"tools: expected a list of up to {TOOLS}")
@@ -59,7 +59,7 @@ def toolbox_of(body: Mapping[str, Any]) -> Toolbox:
 
 
 def tool_of(definition: Any, where: str) -> Tool:
-    """A tool of a body."""
+    """Reads a tool."""
     function = definition.get("function") if isinstance(definition, dict) and definition.get("type") == "function" else None
     if not isinstance(function, dict):
         raise ValueError(f"{where}: expected an object with the type function and a function")
@@ -74,7 +74,7 @@ def tool_of(definition: Any, where: str) -> Tool:
 
 
 def biases_of(logit_bias: Any) -> dict[int, float]:
-    """The biases of a `logit_bias`, by token."""
+    """Returns the biases of a `logit_bias`, by token."""
     if not isinstance(logit_bias, dict) or len(logit_bias) > BIASES:
         raise ValueError(f"logit_bias: expected an object of up to {BIASES} tokens")
     biases = {}

@@ -43,7 +43,7 @@ class GrammarMatcher:
         self._matcher = matcher
 
     def copy(self) -> GrammarMatcher:
-        """A copy for another text of the same grammar."""
+        """Returns a copy for another text of the same grammar."""
         return GrammarMatcher(self._matcher.deep_copy())
 
     def take(self, token: int) -> str | None:
@@ -74,7 +74,7 @@ class Grammars:
         self._tokens = llguidance.LLTokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(ends))
 
     def special(self, tags: Sequence[str]) -> dict[str, int]:
-        """Of these texts, those that are single special tokens of the engine, with their tokens."""
+        """Returns those of the texts that are single special tokens of the engine, with their tokens."""
         special_tokens = {}
         for tag in tags:
             tokens = self._tokens.tokenize_str(tag, parse_special=True)
@@ -83,7 +83,7 @@ class Grammars:
         return special_tokens
 
     def matcher(self, grammar: str) -> GrammarMatcher:
-        """The state at the start of a text.  Raises ValueError for a grammar that the engine does not support."""
+        """Returns a matcher at the start of a text.  Raises ValueError for a grammar that the engine does not support."""
         if len(grammar) > LARGEST:
             raise ValueError(f"{len(grammar)} characters of schemas; at most {LARGEST} may be")
         matcher = self._engine.LLMatcher(self._tokens, grammar, log_level=0)
@@ -93,11 +93,11 @@ class Grammars:
 
 
 def schema_rule(name: str, schema: Mapping[str, Any]) -> str:
-    """A rule for the JSON of a schema."""
+    """Returns a grammar rule for the JSON of a schema."""
     return f"{name}: %json {json.dumps({**schema, 'x-guidance': SPACING}, ensure_ascii=False)}"
 
 
 def one_line(text: str) -> str:
-    """The first part of an engine's message, which is followed by the grammar and the engine's state."""
-    said = re.split(r"<state>|\n\s*\d+ \| ", text)[0]
-    return " ".join(said.rpartition("failed to compile JSON schema: ")[2].split()) or "the grammar engine gave up"
+    """Returns the first part of an engine's message, which precedes the grammar and the engine's state."""
+    message = re.split(r"<state>|\n\s*\d+ \| ", text)[0]
+    return " ".join(message.rpartition("failed to compile JSON schema: ")[2].split()) or "the grammar engine gave up"

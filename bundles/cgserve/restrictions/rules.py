@@ -1,4 +1,4 @@
-"""The rules of one answer: which tokens may come next, and which are preferred, token by token."""
+"""The rules of one answer: for each token, which tokens are allowed and which are preferred."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .grammars import Matcher
 
 WORD_BITS = 32
 ALL = -1
-"""A word of a mask that leaves no token out."""
+"""A word of a mask that allows all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """What a body says of an answer's tokens beside its grammar.  `biases`: added to the logits of tokens; `presence` and
-    `frequency`: taken from those of a token that the answer has, and for each time; `least`: tokens before one may end it."""
+    """Constraints of a body in addition to a grammar.  `biases`: added to the logits of tokens; `presence` and `frequency`:
+    subtracted for a token that occurs in the answer, and for each occurrence; `least`: minimum tokens of the answer."""
 
     biases: Mapping[int, float] = field(default_factory=dict)
     presence: float = 0.0
@@ -29,15 +29,15 @@ class Wishes:
 
 
 class TokenRules:
-    """`scheduling.requests.Rules` of one request.  `words` is the mask of the next token; `failure` says why the grammar engine
-    gave up, after which the answer can only end."""
+    """`scheduling.requests.Rules` of one request.  `words`: the mask of the next token; `failure`: why the grammar engine failed;
+    then the answer can only end."""
 
     def __init__(
         self, vocabulary: int, prompt: int, wishes: Wishes, ends: Sequence[int], matcher: Matcher | None,
         forced: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`vocabulary`: tokens of the model; `prompt`: tokens that were read before; `ends`: those that end the answer; `forced`:
-        tokens of the prompt that are made one by one, before the answer."""
+        """`vocabulary`: tokens of the model; `prompt`: the number of read tokens; `ends`: tokens that end the answer; `forced`:
+        prompt tokens that are generated one by one, before the answer."""
         self.words: array[Any] = array("i", [ALL]) * -(-vocabulary // WORD_BITS)
         self.failure: str | None = None
         self._prompt, self._wishes, self._ends, self._matcher = prompt, wishes, ends, matcher
@@ -46,7 +46,7 @@ class TokenRules:
         self._taken = 0
 
     def follow(self, place: int, token: int, *, fresh: bool) -> Mapping[int, float]:
-        """Takes in the token before `place`, unless it was: a text is read again where its pages were taken."""
+        """Adds the token before `place`, unless it was added before: a text is read again after it has lost its pages."""
         count, changed = place - self._prompt, set[int]()
         if count == self._taken + 1:
             self._taken = count
@@ -60,7 +60,7 @@ class TokenRules:
         return {token: self.bias(token) for token in changed}
 
     def _take(self, token: int) -> set[int]:
-        """Takes in a token of the answer; the tokens whose biases it changes."""
+        """Adds a token of the answer, and returns the tokens whose biases change."""
         if self._matcher is not None:
             self.failure = self.failure or self._matcher.take(token)
         if not (self._wishes.presence or self._wishes.frequency):
@@ -69,12 +69,12 @@ class TokenRules:
         return {token}
 
     def bias(self, token: int) -> float:
-        """What is added to the logit of a token now."""
+        """Returns the current bias of a token's logit."""
         wishes, count = self._wishes, self._counts.get(token, 0)
         return wishes.biases.get(token, 0.0) - (wishes.presence + wishes.frequency * count if count else 0.0)
 
     def _write(self, count: int) -> None:
-        """The mask of the next token."""
+        """Writes the mask of the next token."""
         if count < len(self._forced):
             self.words[:] = array("i", [0]) * len(self.words)
             self._allow(self._forced[count : count + 1])
@@ -89,10 +89,10 @@ class TokenRules:
         elif self._matcher is None:
             self.words[:] = array("i", [ALL]) * len(self.words)
         if count - len(self._forced) < self._wishes.least and self.failure is None:
-            kept = self.words[:]
+            mask = self.words[:]
             self._forbid(self._ends)
             if not any(self.words):
-                self.words = kept  # the grammar has ended: nothing else may come
+                self.words = mask  # the grammar has ended: only an end token is allowed
 
     def _allow(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -106,5 +106,5 @@ class TokenRules:
 
 
 def signed(word: int) -> int:
-    """A word of 32 bits as int32."""
+    """Converts a word of 32 bits to int32."""
     return word - (word >> 31 << 32)

@@ -1,6 +1,6 @@
-"""Calls of tools in a model's text: how its chat template writes them, the grammar of that, and from text to calls.
+"""Tool calls in a model's text: how its chat template writes them, their grammar, and their parser.
 
-A template that has no form of its own gets the tools as a text, and calls are plain JSON then.
+If a template does not support tools, they are described in the first message, and calls are plain JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from .grammars import schema_rule
 
 CALLS = 16
-"""Calls that a grammar lets an answer have."""
+"""Maximum calls in an answer with a grammar."""
 
 DECODER = json.JSONDecoder()
 
@@ -25,8 +25,7 @@ To call one, answer with nothing but a JSON object: {{"name": the function's nam
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
-    """A function that a model may call; `parameters`: the JSON schema of its arguments; `definition`: the tool as the body has
-    it."""
+    """A function that a model may call; `parameters`: the JSON schema of its arguments; `definition`: its entry in the body."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -35,7 +34,7 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Toolbox:
-    """What a body says of tools.  `choice`: "none", "auto", "required", or with `name` that one; `parallel`: several calls."""
+    """The tools of a body.  `choice`: "none", "auto", "required", or with `name` that tool; `parallel`: allows several calls."""
 
     tools: tuple[Tool, ...] = ()
     choice: str = "none"
@@ -44,20 +43,20 @@ class Toolbox:
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """Those that the answer may call."""
+        """The tools that the answer may call."""
         return tuple([tool for tool in self.tools if self.name in (None, tool.name)]) if self.choice != "none" else ()
 
     @property
     def forced(self) -> bool:
-        """Whether the answer has to be calls."""
+        """Whether the answer must be a call."""
         return self.choice == "required"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolForm:
-    """How a template writes calls: each between `begin` and `end`, all between `opening` and `closing`, with `between`; `key` names
-    the arguments.  `lists_tools`: whether the template itself tells the model of tools; `shown`: whether text has what is around
-    calls."""
+    """How a template writes calls: each between `begin` and `end`, all between `opening` and `closing`, separated by `between`;
+    `key`: the name of the arguments.  `lists_tools`: whether the template describes the tools; `shown`: whether decoded text
+    contains the marks around calls."""
 
     begin: str = ""
     end: str = ""
@@ -75,14 +74,14 @@ LLAMA = ToolForm(key="parameters", between="; ")
 JSON = ToolForm()
 
 TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
-"""What is one token of its own in some tokenizers."""
+"""Texts that are a single token in some tokenizers."""
 
 MARKS = re.compile(r"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)?\s*")
-"""What stands in front of calls that are JSON alone, and is dropped where the tokenizer counts it as special."""
+"""Marks before calls without tags; decoding drops them if they are special tokens."""
 
 
 def tool_form(template: str) -> ToolForm:
-    """The form of a chat template, by its source."""
+    """Detects the form of a chat template by its source."""
     if not re.search(r"\btools\b", template):
         return replace(JSON, lists_tools=False)
     if "<tool_call>" in template:
@@ -93,18 +92,18 @@ def tool_form(template: str) -> ToolForm:
 
 
 def answer_grammar(schema: Mapping[str, Any] | None, box: Toolbox, form: ToolForm, special: Mapping[str, int]) -> str:
-    """The grammar of an answer, as Lark of llguidance's kind: JSON of a schema, calls of tools, or one of both.  `special`: tokens
-    of TAGS that stand for no text."""
-    rules, ways = [], []
+    """Returns the grammar of an answer, in llguidance's variant of Lark: JSON of a schema, tool calls, or either.  `special`:
+    tokens of TAGS that have no text."""
+    rules, alternatives = [], []
     if schema is not None and not box.forced:
-        rules, ways = [schema_rule("answer", schema)], ["answer"]
+        rules, alternatives = [schema_rule("answer", schema)], ["answer"]
     if box.callable:
-        rules, ways = rules + calls_rules(box, form, special), [*ways, "calls"]
-    return "\n".join([f"start: {' | '.join(ways)}", *rules]) + "\n"
+        rules, alternatives = rules + calls_rules(box, form, special), [*alternatives, "calls"]
+    return "\n".join([f"start: {' | '.join(alternatives)}", *rules]) + "\n"
 
 
 def calls_rules(box: Toolbox, form: ToolForm, special: Mapping[str, int]) -> list[str]:
-    """Rules for calls of tools: `calls`."""
+    """Returns the rules for tool calls, beginning with `calls`."""
     tools, more = box.callable, f"more{{0,{CALLS - 1}}}" if box.parallel else ""
 
     def literal(text: str) -> str:
@@ -123,8 +122,8 @@ def calls_rules(box: Toolbox, form: ToolForm, special: Mapping[str, int]) -> lis
 
 
 def template_messages(messages: Sequence[dict[str, Any]], tools: Sequence[Tool], form: ToolForm) -> list[dict[str, Any]]:
-    """The messages for a template: earlier calls have their arguments as objects; where the template knows no tools, the first
-    message has these as a text, and calls and their results are texts."""
+    """Returns the messages for a template; arguments of earlier calls become objects.  If the template does not support tools, the
+    first message describes them, and calls and results become text."""
     parsed = [with_objects(message) for message in messages]
     if form.lists_tools:
         return parsed
@@ -137,7 +136,7 @@ def template_messages(messages: Sequence[dict[str, Any]], tools: Sequence[Tool],
 
 
 def with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the arguments of its calls as objects, which OpenAI's clients send as texts."""
+    """Parses the arguments of a message's calls, which OpenAI's clients send as text."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -155,7 +154,7 @@ def with_objects(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of calls, or of what one gave, as a text."""
+    """Converts a message with calls or a result to text."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"The function gave: {message['content']}"}
     functions = [call["function"] for call in message.get("tool_calls") or () if isinstance(call, dict) and "function" in call]
@@ -167,7 +166,7 @@ def as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that an answer has: the `index`-th, of the tool `name`; `arguments` as JSON."""
+    """A call in an answer: number `index`, the tool `name`, and `arguments` as JSON."""
 
     index: int
     name: str
@@ -175,66 +174,66 @@ class ToolCall:
 
 
 class CallReader:
-    """Takes the calls out of an answer's text, as it comes.  What is no call of one of the tools is text."""
+    """Extracts calls from an answer's text incrementally.  Everything that is not a call of one of the tools is text."""
 
     def __init__(self, tools: Sequence[Tool], form: ToolForm) -> None:
         self._names, self._form = {tool.name for tool in tools}, form
-        self._held, self._count = "", 0
-        self._text = False  # whether what comes can be no call any more
+        self._buffer, self._count = "", 0
+        self._text = False  # whether the rest can only be text
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """What is certain now: text, and calls."""
-        self._held += text
+        """Returns the text and calls that are certain now."""
+        self._buffer += text
         return self._tagged(end=False) if self._form.begin and self._form.shown else self._bare(end=False)
 
     def end(self) -> tuple[str, list[ToolCall]]:
-        """What is left."""
+        """Returns the remaining text and calls."""
         return self._tagged(end=True) if self._form.begin and self._form.shown else self._bare(end=True)
 
     def _tagged(self, *, end: bool) -> tuple[str, list[ToolCall]]:
-        """Of calls between tags, each as soon as it is whole."""
+        """Parses calls between tags, each as soon as it is complete."""
         opens, closes = self._form.begin.strip(), self._form.end.strip()
         text, calls = "", list[ToolCall]()
-        while (start := self._held.find(opens)) >= 0:
-            stop = self._held.find(closes, start)
+        while (start := self._buffer.find(opens)) >= 0:
+            stop = self._buffer.find(closes, start)
             if stop < 0 and not end:
                 break
-            inner = self._held[start + len(opens) : stop if stop >= 0 else None]
-            rest = self._held[stop + len(closes) :] if stop >= 0 else ""
+            inner = self._buffer[start + len(opens) : stop if stop >= 0 else None]
+            rest = self._buffer[stop + len(closes) :] if stop >= 0 else ""
             new_calls = self._read(inner)
-            text += self._held[:start].rstrip() if new_calls else self._held[: len(self._held) - len(rest)]
+            text += self._buffer[:start].rstrip() if new_calls else self._buffer[: len(self._buffer) - len(rest)]
             calls += new_calls
-            self._held = rest.lstrip() if new_calls else rest
-        certain = len(self._held) - (0 if end else held_back(self._held, opens))
+            self._buffer = rest.lstrip() if new_calls else rest
+        certain = len(self._buffer) - (0 if end else held_back(self._buffer, opens))
         if start >= 0:
-            certain = len(self._held[:start].rstrip())
-        text, self._held = text + self._held[:certain], self._held[certain:]
+            certain = len(self._buffer[:start].rstrip())
+        text, self._buffer = text + self._buffer[:certain], self._buffer[certain:]
         return text, calls
 
     def _bare(self, *, end: bool) -> tuple[str, list[ToolCall]]:
-        """Of calls that are JSON: an answer that begins so is read when it has ended."""
-        begins = self._held.lstrip()[:1]
+        """Parses calls without tags: an answer that begins like JSON is parsed at its end."""
+        begins = self._buffer.lstrip()[:1]
         if not self._text and not end and (not begins or begins in "{[<"):
             return "", []
-        calls = [] if self._text else self._read(self._held)
-        text, self._held, self._text = "" if calls else self._held, "", True
+        calls = [] if self._text else self._read(self._buffer)
+        text, self._buffer, self._text = "" if calls else self._buffer, "", True
         return text, calls
 
     def _read(self, text: str) -> list[ToolCall]:
-        """The calls that a text consists of; none where anything else is in it."""
-        values, at = list[Any](), MARKS.match(text).end()  # type: ignore[union-attr]
+        """Returns the calls of a text, [] if it contains anything else."""
+        values, position = list[Any](), MARKS.match(text).end()  # type: ignore[union-attr]
         try:
-            while at < len(text):
-                value, at = DECODER.raw_decode(text, at)
+            while position < len(text):
+                value, position = DECODER.raw_decode(text, position)
                 values += value if isinstance(value, list) else [value]
-                at = len(text) - len(text[at:].lstrip("; ,\n\t\r"))
+                position = len(text) - len(text[position:].lstrip("; ,\n\t\r"))
         except ValueError:
             return []
         calls = [self._call(value) for value in values]
         if not calls or None in calls:
             return []
         self._count += len(calls)
-        return [replace(call, index=self._count - len(calls) + place) for place, call in enumerate(calls) if call is not None]
+        return [replace(call, index=self._count - len(calls) + number) for number, call in enumerate(calls) if call is not None]
 
     def _call(self, value: Any) -> ToolCall | None:
         if not isinstance(value, dict) or value.get("name") not in self._names:
@@ -244,6 +243,6 @@ class CallReader:
 
 
 def held_back(text: str, tag: str) -> int:
-    """Characters at the end of a text that may begin a tag, with the white space in front."""
+    """Returns how many characters at the end of a text may begin a tag, including white space before it."""
     size = next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
     return len(text) - len(text[: len(text) - size].rstrip())

@@ -1,1 +1,1 @@
-"""The protocols over HTTP."""
+"""The protocols over HTTP and gRPC."""

@@ -1,7 +1,7 @@
-"""The server's numbers once more, under the names that dashboards of vLLM and Triton read.
+"""The server's metrics under the names that dashboards of vLLM and Triton use.
 
-Nothing is counted here: what is shown follows from the registry's own metrics.  A number of theirs that this server does not have
-is left out.  Sources of the names: vLLM's docs/design/metrics.md, Triton's docs/user_guide/metrics.md.
+All values are derived from the registry's metrics.  Metrics that this server does not have are omitted.  Sources of the names:
+vLLM's docs/design/metrics.md, Triton's docs/user_guide/metrics.md.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ VLLM = {
     "cgbundle_llm_first_token_seconds": ("vllm:time_to_first_token_seconds", "histogram"),
     "cgbundle_llm_request_seconds": ("vllm:e2e_request_latency_seconds", "histogram"),
 }
-"""Families of ours, and the name and type of theirs; the label `model` becomes `model_name`."""
+"""Our metric families, with vLLM's name and type; the label `model` becomes `model_name`."""
 
 
 class TritonNumber(NamedTuple):
-    """A number of Triton's: the sum of a sample of ours, times `unit`.  `succeeded`: of requests with status 200 alone, or of all
-    others; None where samples have no status."""
+    """A metric of Triton: the sum of our samples, times `unit`.  `succeeded`: only requests with status 200, or all others; None
+    for samples without a status."""
 
     name: str
     sample: str
@@ -45,17 +45,17 @@ TRITON = (
     TritonNumber("nv_inference_compute_infer_duration_us", "cgbundle_call_seconds_sum", unit=1e6),
     TritonNumber("nv_inference_pending_request_count", "cgbundle_waiting_requests"),
 )
-"""By model and version.  Triton's counters have no suffix `_total`, so their type is not told."""
+"""By model and version.  Triton's counters have no suffix `_total`, so their type is given as unknown."""
 
 
 class Dashboards(Collector):
-    """What Prometheus reads beside `registry`."""
+    """A Prometheus collector that derives its metrics from `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of now."""
+        """Yields the current metrics."""
         ours = list(self._registry.collect())
         yield from (_renamed(metric, *VLLM[metric.name]) for metric in ours if metric.name in VLLM)
         yield _cache_use(ours)
@@ -74,7 +74,7 @@ def _renamed(metric: Metric, name: str, kind: str) -> Metric:
 
 
 def _cache_use(ours: Iterable[Metric]) -> Metric:
-    """The share of the cache's pages that is in use."""
+    """Returns the fraction of the cache's pages in use."""
     pages: dict[str, dict[str, float]] = defaultdict(dict)
     for metric in ours:
         if metric.name in ("cgbundle_llm_pages_used", "cgbundle_llm_pages_free"):

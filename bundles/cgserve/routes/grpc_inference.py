@@ -1,6 +1,6 @@
 """The Open Inference Protocol over gRPC, for the entries that `inference.Inference` serves over HTTP.
 
-Served are ServerLive, ServerReady, ServerMetadata, ModelReady, ModelMetadata, ModelInfer, RepositoryIndex and RepositoryModelLoad.
+Methods: ServerLive, ServerReady, ServerMetadata, ModelReady, ModelMetadata, ModelInfer, RepositoryIndex and RepositoryModelLoad.
 Other methods, such as streams, are UNIMPLEMENTED.  Needs the packages grpcio and protobuf.
 """
 
@@ -28,19 +28,19 @@ CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED, 500: grpc.StatusCode.INTERNAL, 503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }  # fmt: skip
-"""gRPC's status for the status of HTTP."""
+"""gRPC status by HTTP status."""
 
 TOGETHER = 1024
-"""Calls that are answered at a time: more are RESOURCE_EXHAUSTED."""
+"""Maximum concurrent calls: more are RESOURCE_EXHAUSTED."""
 
 OPEN = {"ServerLive", "ServerReady"}
-"""What is answered without a key, as over HTTP, and before its message is read: it is empty."""
+"""Methods without a key, as over HTTP.  Their empty message is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """Where the server listens, and who may ask.  `largest`: bytes of all messages that are being answered; one has at most half;
-    `keys`: one of which a call has to bring, where there are any; `certificate` and `private_key`: PEM, or neither."""
+    """Address and access of the server.  `largest`: maximum bytes of all messages in progress; one message may have half of it;
+    `keys`: a call needs one of them if there are any; `certificate` and `private_key`: PEM, or neither."""
 
     host: str
     port: int
@@ -58,8 +58,8 @@ class GrpcInference:
         self._receptions = Receptions()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a server adds.  To a client, a method of a stream with one message is the same as one of a message.  Here the call
-        begins before the message is read, so that few are read at once."""
+        """Returns the handler for a server.  The methods are registered as client streams, which look the same to a client that
+        sends one message.  So the call begins before its message is read, and only few messages are read at once."""
         methods = {
             "ServerLive": self._live, "ServerReady": self._ready, "ServerMetadata": self._about, "ModelReady": self._model_ready,
             "ModelMetadata": self._model, "ModelInfer": self._infer, "RepositoryIndex": self._index,
@@ -83,14 +83,14 @@ class GrpcInference:
         if name in OPEN:
             return await method(None, headers)
         try:
-            data = await self._receptions.receive(context.read)  # the iterator would keep the message
+            data = await self._receptions.receive(context.read)  # the iterator would keep a reference
         except Crowded as crowded:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(crowded))
         if data is grpc.aio.EOF:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message is missing")
         size = len(data)
         if self._held + size > self._largest:
-            del data  # the error that ends the call keeps this frame
+            del data  # the raised error keeps this frame alive
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server holds as many bytes of requests as it may: ask again")
         self._held += size
         try:
@@ -151,10 +151,10 @@ class GrpcInference:
 
 @asynccontextmanager
 async def grpc_server(inference: Inference, listening: Listening, stopping: float) -> AsyncIterator[str]:
-    """Serves while the block runs, and gives its URL.  At its end no more is taken, and what was taken has `stopping` seconds.
-    Raises OSError where nothing can listen there."""
+    """Serves during the block, and yields the URL.  At the end no more calls are accepted, and running ones have `stopping`
+    seconds.  Raises OSError if the address cannot be used."""
     service = GrpcInference(inference, listening.largest, listening.keys)
-    # one message of 60 MB took 475 MB: gRPC, protobuf and the answer hold copies (measured with grpcio 1.85)
+    # A message of 60 MB took 475 MB, because gRPC, protobuf and the answer hold copies (measured with grpcio 1.85).
     options = [("grpc.max_receive_message_length", listening.largest // 2), ("grpc.so_reuseport", 0), ("grpc.http2.bdp_probe", 0)]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=TOGETHER)
     server.add_generic_rpc_handlers((service.handler(),))
@@ -165,7 +165,7 @@ async def grpc_server(inference: Inference, listening: Listening, stopping: floa
             port = server.add_secure_port(f"{host}:{listening.port}", identity)
         else:
             port = server.add_insecure_port(f"{host}:{listening.port}")
-    except RuntimeError:  # grpc says no more than that it failed
+    except RuntimeError:  # grpc gives no reason
         raise OSError(f"{listening.host}:{listening.port}: gRPC cannot listen there: is the port taken?") from None
     await server.start()
     try:

@@ -1,10 +1,10 @@
-"""The Open Inference Protocol (KServe's v2, which Triton's clients speak) over HTTP, for the entries of all bundles of a server.
+"""The Open Inference Protocol (KServe's v2, as in Triton's clients) over HTTP, for the entries of all bundles of a server.
 
 GET /v2, /v2/health/live, /v2/health/ready, /v2/models/M[/versions/V][/ready]; POST /v2/models/M[/versions/V]/infer,
-/v2/repository/index, /v2/repository/models/M/load (look at the folder now).  M is a model, or M.ENTRY where its bundle has several
-entries.  Tensors travel as JSON or as binary data.  Errors are {"error": "..."}: 400 for what does not fit, 404 for what is not
-there, 413 too large (more than 4 MiB of JSON, too), 429 with Retry-After where too many wait, 503 with Retry-After where no version
-serves yet, or all bodies together are too large, 504 past the deadline."""
+/v2/repository/index, /v2/repository/models/M/load (check the folder now).  M is a model, or M.ENTRY if its bundle has several
+entries.  Tensors are JSON or binary data.  Errors are {"error": "..."}: 400 invalid, 404 not found, 413 too large (also more than 4
+MiB of JSON), 429 with Retry-After if too many requests wait, 503 with Retry-After if no version serves yet or all bodies together
+are too large, 504 after the deadline."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Answer = TypeVar("Answer")
 
 
 class Refusal(Exception):
-    """A request that is answered with an error: its HTTP status, its text, and after how many seconds to try again (0: never)."""
+    """An error response: its HTTP status, its text, and the seconds until a retry (0: never)."""
 
     def __init__(self, status: int, text: str, again: int = 0) -> None:
         super().__init__(text)
@@ -49,7 +49,7 @@ class Refusal(Exception):
 
 
 class Inference:
-    """The routes below /v2.  `health` says why the server is of no use, or None; `ready` why it is not ready yet, or None."""
+    """The routes below /v2.  `health`: why the server cannot work, or None; `ready`: why it is not ready yet, or None."""
 
     def __init__(
         self, repository: Repository, metrics: Metrics, tell: Tell, health: Callable[[], str | None],
@@ -98,21 +98,21 @@ class Inference:
     # --- what any transport asks ------------------------------------------------------------------------------
 
     def why_not_live(self) -> str | None:
-        """Why the server is of no use, None where it is."""
+        """Returns why the server cannot work, or None."""
         return self._health()
 
     def why_not_ready(self) -> str | None:
-        """Why the server is not ready, None where it is."""
+        """Returns why the server is not ready, or None."""
         return self._health() or self._why_not_ready()
 
     def metadata(self, name: str, wanted: str | None) -> dict[str, Any]:
-        """What `inference_protocol.metadata` says of an entry.  Raises Refusal."""
+        """Returns the metadata of an entry, as `inference_protocol.metadata`.  Raises Refusal."""
         version, entry = self.entry(name, wanted)
         ports = version.entries[entry].ports
         return metadata(entry, [str(version.number)], ports.inputs, ports.outputs, ports.sizes)
 
     def index(self) -> list[dict[str, str]]:
-        """Every entry that serves, and every version that was refused."""
+        """Returns every entry that serves, and every refused version."""
         rows: list[dict[str, str]] = []
         for name, model in self._repository.models.items():
             if model.current is not None:
@@ -123,7 +123,7 @@ class Inference:
         return rows
 
     async def load(self, name: str) -> None:
-        """Looks for versions now.  Raises Refusal where none serves then."""
+        """Checks for versions now.  Raises Refusal if none serves then."""
         await self._repository.refresh()
         self.find(name, None)
 
@@ -131,8 +131,8 @@ class Inference:
         self, name: str, wanted: str | None, headers: Mapping[str, str],
         call: Callable[[Callable[[], Awaitable[Serving]], Tell], Awaitable[Answer]],
     ) -> Answer:  # fmt: skip
-        """What `call` gives for the entry, as a span and counted.  Its first argument gives the version that serves.  Raises
-        Refusal."""
+        """Runs `call` for the entry in a span, counts the request, and returns the result.  The first argument of `call` returns
+        the version that serves.  Raises Refusal."""
         version, entry = self.entry(name, wanted)
 
         async def serving() -> Serving:
@@ -140,7 +140,7 @@ class Inference:
             version, _ = self.entry(name, wanted)
             return version, entry
 
-        code = 499  # who asked went away
+        code = 499  # the client disconnected
         try:
             with request_span(entry, version.number, headers):
                 answer = await call(serving, self._tell)
@@ -159,7 +159,7 @@ class Inference:
         )
 
     def entry(self, name: str, wanted: str | None) -> Serving:
-        """The version that serves a model, and the entry; `wanted`: of this number.  Raises Refusal."""
+        """Returns the version that serves a model, and the entry; `wanted`: the required number.  Raises Refusal."""
         version = self.find(name, wanted)
         if version.language is not None:
             raise Refusal(400, f"{name!r} is a language model: POST to /v1/chat/completions or /v1/completions")
@@ -168,12 +168,12 @@ class Inference:
         return version, name
 
     def find(self, name: str, wanted: str | None) -> Version:
-        """The version that serves a model; `wanted`: of this number.  Raises Refusal."""
+        """Returns the version that serves a model; `wanted`: the required number.  Raises Refusal."""
         models = self._repository.models
         model = models.get(name) or models.get(name.rpartition(".")[0])
         if model is None or (name not in models and model.current is not None and name not in model.current.names):
-            there = sorted([entry for version in self._repository.serving() for entry in version.names])
-            raise Refusal(404, f"no model {name!r}; there are {', '.join(there) or 'none'}")
+            names = sorted([entry for version in self._repository.serving() for entry in version.names])
+            raise Refusal(404, f"no model {name!r}; there are {', '.join(names) or 'none'}")
         if model.current is None:
             raise Refusal(503, f"no version of {name!r} serves", 1)
         if wanted is not None and wanted != str(model.current.number):
@@ -182,12 +182,12 @@ class Inference:
 
 
 def _model_and_version(request: Request) -> tuple[str, str | None]:
-    """The model and the version that a path names."""
+    """Returns the model and the version in a path."""
     return request.path_params["model"], request.path_params.get("version")
 
 
 async def infer(serving: Callable[[], Awaitable[Serving]], request: Request, body: bytes, tell: Tell) -> Response:
-    """The answer to an inference request, whose body is `body`, by what `serving` gives.  Raises Refusal."""
+    """Answers an inference request with the body `body`, using the version that `serving` returns.  Raises Refusal."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refusal(415, "Content-Encoding: this server takes none")
     header = request.headers.get(HEADER)
@@ -206,7 +206,7 @@ async def infer(serving: Callable[[], Awaitable[Serving]], request: Request, bod
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a model gave: its entry, the number of its version, what was asked, the outputs' ports, and their tensors."""
+    """The results of a call: its entry, the version's number, the request, the outputs' ports, and their tensors."""
 
     entry: str
     number: str
@@ -224,15 +224,15 @@ async def answered(
     serving: Callable[[], Awaitable[Serving]], read: Callable[[Ports], Awaitable[Asked]],
     write: Callable[[Served], Awaitable[Answer]], tell: Tell,
 ) -> Answer:  # fmt: skip
-    """What `write` makes of a model's outputs, whose inputs `read` gives.  Raises Refusal."""
+    """Reads the inputs with `read`, calls the model, and returns the result of `write`.  Raises Refusal."""
     version, entry = await serving()
     try:
         while True:
             ports = version.entries[entry].ports
             asked = await read(ports)
-            version, _ = await serving()  # no await between here and the queue: a switch comes before or after
-            now = version.entries[entry].ports
-            if (now.inputs, now.outputs) == (ports.inputs, ports.outputs):
+            version, _ = await serving()  # no await between here and the queue, so the version cannot change
+            new_ports = version.entries[entry].ports
+            if (new_ports.inputs, new_ports.outputs) == (ports.inputs, ports.outputs):
                 break
         tensors = await version.answer(asked.tensors, asked.timeout / 1e6, entry)
         return await write(Served(entry, str(version.number), asked, ports.outputs, tensors))
@@ -256,26 +256,25 @@ async def answered(
 
 
 SMALL = 64 << 10
-"""Bytes up to which JSON is read and written at once; for more, other requests go on meanwhile."""
+"""Maximum bytes of JSON that are processed in the event loop; larger ones do not block other requests."""
 
 BESIDE = ThreadPoolExecutor(1, "json")
-"""One thread: the parser keeps the interpreter to itself, and several would keep it from the event loop by turns."""
+"""One thread, because the parser holds the GIL, and several threads would block the event loop in turns."""
 
 
 async def beside(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function gives, called in another thread where it works on many bytes."""
+    """Calls the function, in another thread if it processes many bytes, and returns its result."""
     if size <= SMALL:
         return function(*arguments)
     return await asyncio.get_running_loop().run_in_executor(BESIDE, function, *arguments)
 
 
 def body_of(error: str) -> dict[str, str]:
-    """An error in the protocol's form."""
+    """Returns an error in the protocol's format."""
     return {"error": error}
 
 
 async def refused(_: Request, error: Exception) -> Response:
-    """The answer to an error."""
     if isinstance(error, Refusal):
         again = {"Retry-After": str(error.again)} if error.again else None
         return JSONResponse({"error": str(error)}, error.status, again)

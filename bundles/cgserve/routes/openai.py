@@ -1,10 +1,9 @@
 """OpenAI's protocol over HTTP, for all language models of a server.
 
-POST /v1/completions, /v1/chat/completions (both with `stream`), /tokenize, /detokenize; GET /v1/models.  Where it is allowed,
-/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them.  Requests join and leave the model's calls at every token
-(scheduling/scheduler.py).  A client that goes away frees its part of the cache.  Errors
-are OpenAI's: 400 for what does not fit, or is not done, 404 for another model's name, 413 too large, 429 with Retry-After where too
-many requests are open, 503 where the model has ended."""
+POST /v1/completions, /v1/chat/completions (both with `stream`), /tokenize, /detokenize; GET /v1/models.  If allowed, also
+/v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM.  Requests join and leave the model's calls at every token
+(scheduling/scheduler.py).  If a client disconnects, its part of the cache is freed.  Errors are OpenAI's: 400 invalid or
+unsupported, 404 unknown model, 413 too large, 429 with Retry-After if too many requests are open, 503 if the model has ended."""
 
 from __future__ import annotations
 
@@ -30,16 +29,16 @@ from ..log import one_line
 from ..text.text_model import TextModel
 
 BYTES, TOGETHER = 4 << 20, 64 << 20
-"""A longer body is refused, and one for which all that are open leave no room."""
+"""Maximum bytes of a body, and of all open bodies together."""
 
 
 OUTSIDE = ("/tokenize", "/detokenize")
-"""What is answered outside /v1, too, as other servers do."""
+"""Paths that also exist outside /v1, as in other servers."""
 
 
 class OpenAI:
-    """The routes below /v1.  `serving` and `texts`: the language models and models of texts that serve, by name; `known`: the names
-    of all models; `adapter_root`: below it are the adapters that clients may load, None where they may load none."""
+    """The routes below /v1.  `serving` and `texts`: the serving language models and models of texts, by name; `known`: the names of
+    all models; `adapter_root`: the folder of adapters that clients may load, None if they may load none."""
 
     def __init__(
         self, serving: Callable[[], Mapping[str, ServedModel]], texts: Callable[[], Mapping[str, TextModel]],
@@ -59,7 +58,7 @@ class OpenAI:
             self.routes += [Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"])]
 
     def _choose(self, name: str | None) -> ServedModel:
-        """Raises Refusal."""
+        """Returns the model that serves a name.  Raises Refusal."""
         serving = self._serving()
         if name is not None and name in serving:
             return serving[name]
@@ -72,14 +71,14 @@ class OpenAI:
             raise Refusal(400 if serving else 503, f"model: expected one of {', '.join(serving) or 'none that serves'}", "model")
         if name in self._known():
             raise Refusal(503, f"no version of {name!r} serves as a language model", "model", again=1)
-        there = ", ".join([*serving, *adapted])
-        raise Refusal(404, f"no model {name!r}; there is {there or 'none'}", "model", "model_not_found")
+        names = ", ".join([*serving, *adapted])
+        raise Refusal(404, f"no model {name!r}; there is {names or 'none'}", "model", "model_not_found")
 
     async def _complete(self, request: Request) -> Response:
         return Completion(self.reader, request.url.path, await request.body())
 
     async def _tokenize(self, request: Request) -> Response:
-        """The tokens of a prompt or a conversation, as vLLM answers it."""
+        """Returns the tokens of a prompt or a conversation, in vLLM's format."""
         body = await request.body()
 
         def work() -> dict[str, Any]:
@@ -91,7 +90,7 @@ class OpenAI:
         return JSONResponse(await self.reader.run(work))
 
     async def _detokenize(self, request: Request) -> Response:
-        """The text of tokens."""
+        """Returns the text of tokens."""
         body = await request.body()
 
         def work() -> dict[str, Any]:
@@ -105,7 +104,7 @@ class OpenAI:
         return JSONResponse(await self.reader.run(work))
 
     async def _load_adapter(self, request: Request) -> Response:
-        """Serves one more adapter, which lies below the root."""
+        """Serves another adapter from the root folder."""
         name, path = texts_of(await request.body(), "lora_name", "lora_path")
         folder = (self._adapter_root / path).resolve()
         if not folder.is_relative_to(self._adapter_root):
@@ -121,7 +120,7 @@ class OpenAI:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, request: Request) -> Response:
-        """Serves one adapter less."""
+        """Stops serving an adapter."""
         (name,) = texts_of(await request.body(), "lora_name")
         if not self._choose(None).unload_adapter(name):
             raise Refusal(404, f"no adapter {name!r}", "lora_name", "model_not_found")
@@ -139,23 +138,22 @@ class OpenAI:
 
 
 def texts_of(body: bytes, *names: str) -> list[str]:
-    """The fields of a body that has these alone, each a text.  Raises Refusal."""
-    asked = object_of(body)
-    for name in asked.keys() - set(names):
+    """Returns the fields of a body, which must have exactly these, each a string.  Raises Refusal."""
+    fields = object_of(body)
+    for name in fields.keys() - set(names):
         raise Refusal(400, f"{name}: no such field", name, "unknown_parameter")
     for name in names:
-        if not isinstance(asked.get(name), str) or not asked[name]:
+        if not isinstance(fields.get(name), str) or not fields[name]:
             raise Refusal(400, f"{name}: expected a string", name)
-    return [asked[name] for name in names]
+    return [fields[name] for name in names]
 
 
 def body_of(error: str) -> dict[str, Any]:
-    """The error of a body that is not taken, as OpenAI's clients read it."""
+    """Returns the error for a body that is too large, in OpenAI's format."""
     return Refusal(413, error).body()
 
 
 async def refused(_: Request, error: Exception) -> Response:
-    """The answer to an error."""
     if isinstance(error, HTTPException):
         error = Refusal(error.status_code, error.detail)
     assert isinstance(error, Refusal)

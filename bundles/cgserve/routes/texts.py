@@ -1,5 +1,5 @@
-"""Embeddings, scores and classes over HTTP: /v1/embeddings as OpenAI's, /v1/rerank as Cohere's and Jina's, /v1/classify as
-vLLM's."""
+"""Embeddings, scores and classes over HTTP: /v1/embeddings as in OpenAI's API, /v1/rerank as in Cohere's and Jina's, /v1/classify
+as in vLLM's."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ FIELDS: dict[Task, set[str]] = {
 }
 PATHS: dict[Task, str] = {"embed": "/embeddings", "rerank": "/rerank", "classify": "/classify"}
 OUTSIDE = ("/rerank", "/classify")
-"""What is answered outside /v1, too, as other servers do."""
+"""Paths that also exist outside /v1, as in other servers."""
 
 T = TypeVar("T")
 Read = tuple[TextModel, dict[str, Any], list[Encoded]]
 
 
 class Texts:
-    """The routes; `serving`: the models of texts that serve, by name; `known`: all models, and whether a version of each serves."""
+    """The routes.  `serving`: the serving models of texts, by name; `known`: all models, and whether a version of each serves."""
 
     def __init__(
         self, serving: Callable[[], Mapping[str, TextModel]], known: Callable[[], Mapping[str, bool]], reader: PromptReader,
@@ -86,7 +86,7 @@ class Texts:
     # --- what all of them do -------------------------------------------------------------------------------------------
 
     async def _read(self, request: Request, task: Task) -> Read:
-        """The model, the body, and the tokens of its texts.  Raises Refusal."""
+        """Returns the model, the body, and the tokens of its texts.  Raises Refusal."""
         text = await request.body()
 
         def work() -> Read:
@@ -115,22 +115,20 @@ class Texts:
                 model, body, texts = await self._reader.run(work)
             except Busy as busy:
                 raise refusal_of(busy) from None
-            if (
-                self._choose(body.get("model"), task) is model
-            ):  # a switch of versions comes before this, or after the texts are taken
+            if self._choose(body.get("model"), task) is model:  # no await until the texts are queued, so the version cannot change
                 return model, body, texts
 
     def _choose(self, name: str | None, task: Task) -> TextModel:
-        """Raises Refusal."""
+        """Returns the model that serves a name for the task.  Raises Refusal."""
         serving = self._serving()
-        there = ", ".join([served_name for served_name, model in serving.items() if model.task == task]) or "none"
+        names = ", ".join([served_name for served_name, model in serving.items() if model.task == task]) or "none"
         if name is None:
             fitting = [model for model in serving.values() if model.task == task]
             if len(fitting) == 1:
                 return fitting[0]
             if not any(self._known().values()):
                 raise Refusal(503, "no model serves", "model", again=1)
-            raise Refusal(400, f"model: expected one of {there}", "model")
+            raise Refusal(400, f"model: expected one of {names}", "model")
         if name in serving:
             model = serving[name]
             if model.task != task:
@@ -139,11 +137,11 @@ class Texts:
         if (serves := self._known().get(name)) is not None:
             if not serves:
                 raise Refusal(503, f"no version of {name!r} serves", "model", again=1)
-            raise Refusal(400, f"model: {name!r} takes no texts here, or has no tokenizer; there is {there}", "model")
-        raise Refusal(404, f"no model {name!r}; there is {there}", "model", "model_not_found")
+            raise Refusal(400, f"model: {name!r} takes no texts here, or has no tokenizer; there is {names}", "model")
+        raise Refusal(404, f"no model {name!r}; there is {names}", "model", "model_not_found")
 
     async def _answer(self, model: TextModel, texts: Sequence[Encoded], converter: Callable[[list[float]], T]) -> list[T]:
-        """What `converter` makes of the output's row of each text, as it comes.  Raises Refusal."""
+        """Applies `converter` to the output's row of each text as it arrives.  Raises Refusal."""
         try:
             return await model.answer(texts, converter)
         except ExceptionGroup as group:
@@ -170,7 +168,7 @@ def refusal_of(busy: Busy) -> Refusal:
 
 
 def numbers_of(row: list[float]) -> bytes:
-    """A row in JSON, which has no infinity."""
+    """Returns a row as JSON, which has no infinity."""
     return to_json(row, inf_nan_mode="null")
 
 
@@ -179,19 +177,19 @@ def base64_of(row: list[float]) -> bytes:
 
 
 def inputs_of(body_input: Any) -> list[Any]:
-    """Texts, or lists of tokens.  Raises Refusal."""
+    """Returns texts, or lists of tokens.  Raises Refusal."""
     tokens = isinstance(body_input, list) and bool(body_input) and all(type(token) is int for token in body_input)
-    several = body_input if isinstance(body_input, list) and body_input and not tokens else [body_input]
-    texts = all(isinstance(entry, str) for entry in several)
-    if not texts and not all(isinstance(entry, list) and entry and all(type(token) is int for token in entry) for entry in several):
+    entries = body_input if isinstance(body_input, list) and body_input and not tokens else [body_input]
+    texts = all(isinstance(entry, str) for entry in entries)
+    if not texts and not all(isinstance(entry, list) and entry and all(type(token) is int for token in entry) for entry in entries):
         raise Refusal(400, "input: expected a string, a list of tokens, or a list of these", "input")
-    if len(several) > TEXTS:
-        raise Refusal(400, f"input: {len(several)} texts; at most {TEXTS} may be", "input")
-    return several
+    if len(entries) > TEXTS:
+        raise Refusal(400, f"input: {len(entries)} texts; at most {TEXTS} may be", "input")
+    return entries
 
 
 def documents_of(body: Mapping[str, Any]) -> list[str]:
-    """The texts of a rerank.  Raises Refusal."""
+    """Returns the texts to rerank.  Raises Refusal."""
     listed = body.get("documents")
     documents = [entry.get("text") if isinstance(entry, dict) else entry for entry in listed] if isinstance(listed, list) else []
     texts = [entry for entry in documents if isinstance(entry, str)]
@@ -201,11 +199,10 @@ def documents_of(body: Mapping[str, Any]) -> list[str]:
 
 
 def usage(texts: Sequence[Encoded]) -> dict[str, int]:
-    """Counts of tokens."""
     count = sum(text.tokens for text in texts)
     return {"prompt_tokens": count, "total_tokens": count}
 
 
 def answered(body: Mapping[str, Any]) -> Response:
-    """A body as JSON: a tenth of json.dumps' time for rows of numbers."""
+    """Returns a body as JSON; takes a tenth of json.dumps' time for rows of numbers."""
     return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")

@@ -1,1 +1,1 @@
-"""Which requests the next call of the model serves, and which pages of the cache each has."""
+"""Selects the requests of the next call, and assigns pages of the cache."""

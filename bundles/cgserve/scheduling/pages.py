@@ -1,8 +1,7 @@
-"""Who has which page of the cache, and which slot: numbers that requests take and give back.  The standard library alone.
+"""Allocates pages and slots of the cache: numbers that requests take and give back.  Uses only the standard library.
 
-Pages of texts with equal beginnings are shared.  What a page holds is told by a chain: its tokens, and the page in front of it.  A
-page that nobody uses any more keeps its contents until another text needs it; the one that was used least recently goes first, and
-of one text the last.
+Texts with equal beginnings share pages.  A page's contents are identified by its tokens and the page before it.  A page without
+users keeps its contents until another text needs it.  The least recently used text is evicted first, beginning at its last page.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Known = tuple[int, tuple[int, ...]]
-"""What a page holds: the number of the beginning in front of it, and its tokens.  Equal only where all tokens are.  With none in
-front the number is 0 or less, another one for every adapter."""
+"""Identifies the contents of a page: the number of the beginning before it, and its tokens.  Equal only if all tokens are.  Without
+a beginning the number is 0 or less, different for every adapter."""
 
 
 class Pool:
-    """The numbers 1 to `count` - 1, each with one owner at most; 0 is nobody's and is never given out."""
+    """The numbers 1 to `count` - 1, each with at most one owner; 0 is never allocated."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, 0, -1))
@@ -24,16 +23,16 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """Numbers that nobody has."""
+        """The count of free numbers."""
         return len(self._free)
 
     @property
     def taken(self) -> int:
-        """Numbers that somebody has."""
+        """The count of allocated numbers."""
         return len(self._taken)
 
     def take(self, count: int) -> list[int]:
-        """`count` numbers.  Raises ValueError where fewer are free, and takes none then."""
+        """Returns `count` numbers.  Raises ValueError if fewer are free, and then takes none."""
         if count > len(self._free):
             raise ValueError(f"{count} numbers asked for, {len(self._free)} are free")
         numbers = [self._free.pop() for _ in range(count)]
@@ -41,7 +40,7 @@ class Pool:
         return numbers
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """Frees numbers.  Raises ValueError for one that nobody has."""
+        """Frees numbers.  Raises ValueError for one that is not allocated."""
         for number in numbers:
             if number not in self._taken:
                 raise ValueError(f"{number} is nobody's")
@@ -51,8 +50,8 @@ class Pool:
 
 @dataclass(slots=True, eq=False)
 class Beginning:
-    """The beginning of a text, up to the end of `page`.  `number`: of no other beginning, ever.  `written`: whether the page holds
-    its tokens already, or a call that is under way writes them."""
+    """The beginning of a text, up to the end of `page`.  `number`: unique, never reused.  `written`: whether the page already
+    contains its tokens; else a running call writes them."""
 
     number: int
     known: Known
@@ -61,28 +60,29 @@ class Beginning:
 
 
 class Pages:
-    """The pages 1 to `count` - 1, each with any number of users; 0 is nobody's.  Whoever shares a page never writes to it."""
+    """The pages 1 to `count` - 1, each with any number of users; 0 is never allocated.  Users of a shared page do not write to
+    it."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, 0, -1))
         self._users: dict[int, int] = {}
         self._beginnings: dict[Known, Beginning] = {}
         self._written: dict[int, Beginning] = {}  # by page
-        self._unused: dict[int, None] = {}  # pages that hold a beginning and have no user, the least recently used first
+        self._unused: dict[int, None] = {}  # pages with a beginning but without users, least recently used first
         self._last = 0
 
     @property
     def free(self) -> int:
-        """Pages that nobody uses, whatever they hold."""
+        """The count of pages without users."""
         return len(self._free) + len(self._unused)
 
     @property
     def taken(self) -> int:
-        """Pages that somebody uses."""
+        """The count of pages with users."""
         return len(self._users)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages for one user, who may write to them.  Raises ValueError where fewer are free, and takes none then."""
+        """Returns `count` pages for one user, who may write to them.  Raises ValueError if fewer are free, and then takes none."""
         if count > self.free:
             raise ValueError(f"{count} pages asked for, {self.free} are free")
         pages = [self._free.pop() if self._free else self._evicted() for _ in range(count)]
@@ -90,13 +90,13 @@ class Pages:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One user more for pages that hold beginnings."""
+        """Adds a user to pages that contain beginnings."""
         for page in pages:
             self._users[page] = self._users.get(page, 0) + 1
             self._unused.pop(page, None)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """One user less for the pages of a text, in its order.  Raises ValueError for one that nobody uses."""
+        """Removes a user from the pages of a text, given in its order.  Raises ValueError for a page without users."""
         for page in reversed(pages):
             users = self._users.get(page, 0)
             if users == 0:
@@ -111,11 +111,11 @@ class Pages:
                 self._free.append(page)
 
     def beginnings(self, front: int, tokens: Sequence[int], page: int) -> list[Beginning]:
-        """What is known of a text behind the beginning of number `front`: one for every `page` tokens of `tokens`, as far as there
-        are any."""
+        """Returns the known beginnings of a text after the beginning with number `front`: one for every `page` tokens of `tokens`,
+        up to the first unknown one."""
         chain: list[Beginning] = []
-        for at in range(0, len(tokens) - page + 1, page):
-            known = self._beginnings.get((front, tuple(tokens[at : at + page])))
+        for start in range(0, len(tokens) - page + 1, page):
+            known = self._beginnings.get((front, tuple(tokens[start : start + page])))
             if known is None:
                 break
             chain.append(known)
@@ -123,8 +123,8 @@ class Pages:
         return chain
 
     def begin(self, front: int, tokens: Sequence[int], page: int) -> tuple[int, Beginning | None]:
-        """Tells that a call is about to write `tokens` to a page: the number of the beginning, and the beginning itself, for
-        `written` or `forget`, where no other page holds it."""
+        """Registers that a call will write `tokens` to a page.  Returns the number of the beginning, and the beginning itself for
+        `written` or `forget`, or None if another page contains it."""
         known = front, tuple(tokens)
         if known in self._beginnings:
             return self._beginnings[known].number, None
@@ -133,12 +133,12 @@ class Pages:
         return fresh.number, fresh
 
     def written(self, beginning: Beginning) -> None:
-        """The page holds its tokens, and its user has had it all the while."""
+        """Marks the page as written; its user has kept it all the time."""
         beginning.written = True
         self._written[beginning.page] = beginning
 
     def forget(self, beginning: Beginning) -> None:
-        """Nothing is known of the page any more."""
+        """Removes the page's contents from the known beginnings."""
         del self._beginnings[beginning.known]
 
     def _evicted(self) -> int:
@@ -149,5 +149,5 @@ class Pages:
 
 
 def pages_for(tokens: int, page: int) -> int:
-    """How many pages of `page` tokens hold `tokens`."""
+    """Returns how many pages of `page` tokens hold `tokens`."""
     return -(-tokens // page)

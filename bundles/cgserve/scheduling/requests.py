@@ -1,4 +1,4 @@
-"""What is asked of the scheduler, what it asks of the model, and what both answer.  Values; the standard library alone."""
+"""Inputs and outputs of the scheduler and of the model.  Plain values; uses only the standard library."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ Entry = Literal["prefill", "decode", "generate"]
 Reason = Literal["stop", "length"]
 
 STOPS = 8
-"""Stop tokens that a lane may have, as in cgcompile/language_models/causal_lm.py."""
+"""Maximum stop tokens of a lane, as in cgcompile/language_models/causal_lm.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a bundle was built for.
+    """The sizes that a bundle was built for.
 
-    `page`: tokens in a page; `pages`, `slots`: how many there are, with page 0 and slot 0, which are nobody's; `blocks`: pages that
-    a lane may have; `readers` and `chunk`: the numbers of lanes of a prefill call, ascending, and tokens of each; `lanes`: of a
-    decode call; `loop_lanes` and `turns`: lanes of a generate call and tokens that it makes for each, 0 and 1 where there is no
-    such call.
+    `page`: tokens in a page; `pages`, `slots`: their counts including number 0, which is never allocated; `blocks`: maximum pages
+    of a lane; `readers` and `chunk`: the numbers of lanes of a prefill call, ascending, and tokens of each lane; `lanes`: of a
+    decode call; `loop_lanes` and `turns`: lanes of a generate call and tokens per lane, 0 and 1 without such a call.
 
-    `several`: whether a prefill call may have several lanes of one text, one behind the other.  `shared`: whether texts with equal
-    beginnings may have the same pages of these.  Neither is so where a slot carries a state from token to token.  `ahead`: whether
-    a second step may be planned before the first is finished; not where tokens decide which text is read again.
+    `several`: whether a prefill call may have consecutive lanes of one text.  `shared`: whether texts with equal beginnings may
+    share pages.  Both are False if slots have states.  `ahead`: whether a second step may be planned before the first is finished;
+    False if tokens decide which text is read again.
 
-    `vocabulary`: the tokens that a mask has bits for, 0 where calls take no restrictions.
+    `vocabulary`: the number of tokens in a mask, 0 if calls support no restrictions.
     """
 
     page: int
@@ -47,19 +46,19 @@ class Limits:
 
     @property
     def context(self) -> int:
-        """Tokens that a request may have in all, prompt and answer."""
+        """Maximum tokens of a request, prompt and answer."""
         return min(self.blocks, self.pages - 1) * self.page
 
     @property
     def unit(self) -> int:
-        """Tokens that are shared together: whole pages and whole chunks.  A text is cut into the same chunks then, wherever its
-        reading begins, and so has the same bits."""
+        """Tokens that are shared together: whole pages and whole chunks.  So a text is always split into the same chunks, and its
+        results are bitwise equal."""
         return math.lcm(self.page, self.chunk)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How a request's tokens are chosen: the fields of sampling.Sampling, for one lane."""
+    """The sampling parameters of a request: the fields of sampling.Sampling, for one lane."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -72,8 +71,8 @@ class Sampling:
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter that a request is served with.  `place`: its number in the bank of the bundle, 0 for none.  `number`: of no
-    other adapter that was ever at that place, so that what was read with that one is not taken for this one's; 0 for none."""
+    """The LoRA adapter of a request.  `place`: its number in the bundle's bank, 0 for none.  `number`: unique among all adapters
+    that were ever at that place, so that their pages are not shared; 0 for none."""
 
     place: int
     number: int
@@ -83,26 +82,26 @@ NO_ADAPTER = Adapter(0, 0)
 
 
 class Rules(Protocol):
-    """What restricts the tokens of one answer.  They are asked once for every token, in the order of the text."""
+    """Restrictions of the tokens of one answer.  `follow` is called once for every token, in the order of the text."""
 
     words: array[Any]
-    """The mask of the next token, 32-bit words: a bit for every token, 1 where it may come."""
+    """The mask of the next token, 32-bit words: a bit for every token, 1 if it is allowed."""
     failure: str | None
-    """Why no token can be chosen by them any more."""
+    """Why the rules can choose no further token."""
 
     def follow(self, place: int, token: int, *, fresh: bool) -> Mapping[int, float]:
-        """Takes in `token`, the one before `place` of the text, and writes the mask for the token at `place`.  Gives the biases
-        that have changed; `fresh`: all of them."""
+        """Adds `token`, which is before `place` in the text, and writes the mask for the token at `place`.  Returns the biases that
+        changed; `fresh`: all of them."""
 
     def bias(self, token: int) -> float:
-        """What is added to the logit of a token."""
+        """Returns the bias of a token's logit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """`prompt`: at least one token; `most`: tokens to make, at least one; `stop`: tokens that end the answer, 8 at most; `rules`:
-    what restricts its tokens, which no other request has; `forced`: tokens that they give, so that none of these ends the
-    answer; `adapter`: what the model is adapted with."""
+    """`prompt`: at least one token; `most`: maximum tokens to generate, at least one; `stop`: up to 8 tokens that end the answer;
+    `rules`: restrictions, not shared with other requests; `forced`: the number of tokens that the rules force, which never end the
+    answer; `adapter`: the LoRA adapter."""
 
     prompt: tuple[int, ...]
     most: int
@@ -127,8 +126,8 @@ def check(request: Request, limits: Limits) -> None:
 
 
 class Token(NamedTuple):
-    """A token that was made, its log-probability, and the likeliest ones with theirs where the request asks for any.  `reread`:
-    the model reads the whole text again before this token, because it outgrew a first context (long ropes)."""
+    """A generated token, its log-probability, and alternatives with theirs if requested.  `reread`: the model reads the whole text
+    again before this token, because it exceeded the original context (long ropes)."""
 
     id: int
     logprob: float
@@ -137,14 +136,14 @@ class Token(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One request's part of a call: its new tokens `ids`, the `start` tokens that `pages` hold already, its slot, how many tokens
-    may be made, and the `length` of its prompt.
+    """A request's part of a call: its new tokens `ids`, the `start` tokens that are already in `pages`, its slot, the maximum of
+    tokens to generate, and the `length` of its prompt.
 
-    `behind`: where it is 0 or more, the one new token is what the call before makes in its lane of that number, and `ids` has a 0
-    for it.  `pages` grow with the request: a later step may put more behind them.
+    `behind`: if it is 0 or more, the new token is the result of that lane in the previous call, and `ids` has a 0 for it.  `pages`
+    grows with the request: a later step may append pages.
 
-    `rules`: of a lane whose token is restricted; None where what the lane makes is no token of the text.  `adapter`: the place of
-    its adapter.
+    `rules`: for a lane with restrictions; None if the lane's result is not a token of the text.  `adapter`: the place of its
+    adapter.
     """
 
     key: Hashable
@@ -163,25 +162,25 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A call of the model.  A request has several lanes in a prefill call alone, in the order of its text."""
+    """A call of the model.  Only in a prefill call may a request have several lanes, in the order of its text."""
 
     entry: Entry
     lanes: tuple[Lane, ...]
 
 
 class Made(NamedTuple):
-    """What a call made: the last token of every lane, and by `rows` all of every lane."""
+    """The results of a call: the last token of every lane, and with `rows` all tokens of every lane."""
 
     tokens: Sequence[int]
     rows: Callable[[], Sequence[Sequence[Token]]]
 
 
 Call = Callable[[Made | None], Made]
-"""A call that is ready to be made, given what the call before it made, None where there was none or it failed."""
+"""A prepared call.  Its argument is the result of the previous call, None if there was none or it failed."""
 
 
 class Progress(NamedTuple):
-    """What a step made for a request; `reason` is why it ended: "stop" (the last token is a stop token), "length", or None."""
+    """The tokens of a step for a request; `reason`: why it ended: "stop" (the last token is a stop token), "length", or None."""
 
     key: Hashable
     tokens: Sequence[Token]

@@ -1,18 +1,18 @@
-"""Continuous batching: which requests the next call of the model serves, and which pages of the cache each has.
+"""Continuous batching: selects the requests of the next call, and assigns pages of the cache.
 
-A value that calls change, with no model, clock, thread or network: `add`, `cancel`, then again and again `next` for a step and
-`finish` with what the model made of it.  A second step may be asked for before the first is finished: tokens that the first makes
-are told by its lane then, and a request that a stop token ends has a lane too many, whose token is dropped.
+Has no model, clock, thread or network: call `add` and `cancel`, and repeatedly `next` for a step and `finish` with the model's
+results.  A second step may be requested before the first is finished: its lanes then refer to tokens of the first.  If a stop token
+ends a request meanwhile, the token of its extra lane is dropped.
 
-The rules.  Requests are taken in the order in which they came.  One that was taken reads its prompt by chunks, then makes tokens;
-where some read and others make tokens, calls for the two take turns, so that neither waits for more than one call of the other.
-Of what prefill calls read, half is the oldest's, and the shortest come next: a short prompt does not wait for a long one.
-Pages are taken when tokens need them, not in advance.  Where none is left, the request that came last gives all of its own back,
-goes to the head of those that wait, and later reads again what it had.  The token at a place is drawn by the request's seed and the
-place alone, so its text goes on as it would have.  The oldest request always moves, and every request becomes the oldest.
+The rules.  Requests are accepted in the order of arrival.  An accepted request reads its prompt by chunks, then generates tokens.
+If some requests read and others generate, both kinds of calls alternate, so that neither waits for more than one call of the other.
+In prefill calls the oldest request gets half of the lanes, then the shortest ones: a short prompt does not wait for a long one.
+Pages are allocated when tokens need them, not in advance.  If no page is free, the last request that arrived gives back all its
+pages, becomes the first of the waiting ones, and later reads its tokens again.  A token is sampled from the request's seed and
+position only, so its text does not change.  The oldest request always proceeds, and every request becomes the oldest.
 
-Equal beginnings are read once: a text gets the pages of another that has read them, and waits for one that reads them just now.
-Only what prefill calls wrote is shared, by whole chunks, and among texts of one adapter.
+Equal beginnings are read once: a text shares the pages of another one that has read them, or waits while another one reads them.
+Only results of prefill calls are shared, in whole chunks, and among texts of one adapter.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .texts import Flight, Row, Text
 
 
 class Scheduler:
-    """Requests over one cache.  `preempted` counts those that gave their pages back before their end, `shared` tokens of texts that
-    others had read."""
+    """Requests over one cache.  `preempted`: how often a request gave back its pages early; `shared`: tokens of texts that others
+    had read."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.pages, self.slots = Pages(limits.pages), Pool(limits.slots)
         self.preempted = self.shared = 0
         self._waiting: deque[Text] = deque()
-        self._running: list[Text] = []  # both in order of arrival; whoever waits came after all that run
+        self._running: list[Text] = []  # both in order of arrival; waiting requests arrived after all running ones
         self._open: dict[Hashable, Text] = {}
         self._flights: deque[Flight] = deque()
         self._prefilled = False  # whether the last step was a prefill
@@ -42,16 +42,16 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that have no lane."""
+        """The number of requests without a lane."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests that have one."""
+        """The number of requests with a lane."""
         return len(self._running)
 
     def add(self, key: Hashable, request: Request) -> None:
-        """A request under a name of the caller's.  Raises ValueError where it can never be served, or the name is taken."""
+        """Adds a request with a key of the caller.  Raises ValueError if it can never be served, or the key is in use."""
         check(request, self.limits)
         if key in self._open:
             raise ValueError(f"a request {key!r} is open already")
@@ -60,13 +60,13 @@ class Scheduler:
         self._waiting.append(text)
 
     def cancel(self, key: Hashable) -> None:
-        """Forgets a request, and frees what it had.  One that has ended is no error: its end and this may cross."""
+        """Removes a request and frees its pages.  Does nothing if it has already ended."""
         text = self._open.pop(key, None)
         if text is not None:
             self._drop(text)
 
     def next(self) -> Step | None:
-        """The next call; None where there is none before the one under way is finished, or no request is open."""
+        """Returns the next call; None if a running call must finish first, or no request is open."""
         if len(self._flights) > self.limits.ahead:
             return None
         self._admit()
@@ -80,8 +80,8 @@ class Scheduler:
         return None
 
     def finish(self, lane_tokens: Sequence[Sequence[Token]]) -> list[Progress]:
-        """Takes in what the model made for each lane of the oldest step under way.  A request that was cancelled meanwhile is left
-        out, and so is one whose prompt goes on."""
+        """Stores the model's results for the lanes of the oldest unfinished step.  Returns no progress for cancelled requests and
+        for prompts that are not completely read."""
         flight = self._flights.popleft()
         for row, beginning in flight.beginnings:
             if row.text.pages is row.pages:
@@ -91,7 +91,7 @@ class Scheduler:
         updates = list[Progress]()
         for (text, pages, makes, *_), tokens in zip(flight.rows, lane_tokens, strict=True):
             if not makes:
-                continue  # what a chunk inside the prompt made is no part of the text
+                continue  # the result of a chunk inside the prompt is not part of the text
             text.ahead -= 1
             if self._open.get(text.key) is not text:
                 continue
@@ -115,7 +115,7 @@ class Scheduler:
         return updates
 
     def fail(self) -> list[Hashable]:
-        """Forgets the requests of the oldest step under way, whose call failed.  Their keys."""
+        """Removes the requests of the oldest unfinished step, whose call failed, and returns their keys."""
         flight = self._flights.popleft()
         for _, beginning in flight.beginnings:
             self.pages.forget(beginning)
@@ -125,7 +125,7 @@ class Scheduler:
         return [text.key for text in texts]
 
     def undo(self) -> None:
-        """Takes back the oldest step under way, which was never called: it needed what the one before it was to make."""
+        """Reverts the oldest unfinished step, which was not called because it needed the result of a failed call."""
         flight = self._flights.popleft()
         for _, beginning in flight.beginnings:
             self.pages.forget(beginning)
@@ -138,7 +138,7 @@ class Scheduler:
     # --- who has what ----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Gives lanes to those that wait, while there are lanes, slots, and pages for all that a request has by now."""
+        """Assigns lanes to waiting requests while there are lanes, slots, and pages for all their tokens."""
         lanes = min(self.limits.lanes, self.limits.slots - 1)
         if not self._waiting or len(self._running) >= lanes:
             return
@@ -156,11 +156,11 @@ class Scheduler:
             self._running.append(self._waiting.popleft())
 
     def _lacks(self, text: Text, tokens: int) -> int:
-        """Pages that a text needs besides its own to hold so many tokens."""
+        """Returns the number of missing pages for a text of `tokens` tokens."""
         return max(0, pages_for(tokens, self.limits.page) - len(text.pages))
 
     def _holds(self, text: Text, tokens: int) -> bool:
-        """Gives a text pages for so many tokens; those that came last lose theirs for it.  False where that is the text itself."""
+        """Allocates pages for `tokens` tokens of a text; the latest requests lose theirs.  False if the text itself loses them."""
         lacks = pages_for(tokens, self.limits.page) - len(text.pages)
         if lacks <= 0:
             return True
@@ -175,7 +175,7 @@ class Scheduler:
         return True
 
     def _drop(self, text: Text) -> None:
-        """Takes lane, slot and pages from a text, wherever it is."""
+        """Removes lane, slot and pages from a text."""
         (self._running if text.slot else self._waiting).remove(text)
         if text.slot:
             self.slots.give_back([text.slot])
@@ -189,13 +189,13 @@ class Scheduler:
     # --- equal beginnings --------------------------------------------------------------------------------------------
 
     def _share(self, text: Text) -> bool:
-        """Gives a text the pages of what others have read of it already.  Whether a call under way reads more of it."""
+        """Assigns pages that other texts have already read to a text.  Returns whether a running call reads more of it."""
         limits, unit = self.limits, self.limits.unit
-        end = (text.goal - 1) // unit * unit  # a call has to read something, to make a token
+        end = (text.goal - 1) // unit * unit  # a call must read at least one token to generate one
         if not limits.shared or text.alone or text.read != text.known or text.read >= end:
             return False
         chain = self.pages.beginnings(text.front, text.tokens[text.read : end], limits.page)
-        count = next((place for place, beginning in enumerate(chain) if not beginning.written), len(chain))
+        count = next((number for number, beginning in enumerate(chain) if not beginning.written), len(chain))
         pages = count * limits.page // unit * unit // limits.page
         if pages:
             shared = [beginning.page for beginning in chain[:pages]]
@@ -207,11 +207,11 @@ class Scheduler:
         return count < len(chain)
 
     def _begin(self, flight: Flight, text: Text) -> None:
-        """Tells what the pages of a text hold that a call fills."""
+        """Registers the contents of the pages that a call fills."""
         page = self.limits.page
-        for at in range(text.known, text.read - page + 1, page):
-            text.front, fresh = self.pages.begin(text.front, text.tokens[at : at + page], text.pages[at // page])
-            text.known = at + page
+        for start in range(text.known, text.read - page + 1, page):
+            text.front, fresh = self.pages.begin(text.front, text.tokens[start : start + page], text.pages[start // page])
+            text.known = start + page
             if fresh is not None:
                 flight.beginnings.append((flight.rows[-1], fresh))
 
@@ -224,12 +224,12 @@ class Scheduler:
         flight, lanes = Flight(Step("prefill", ()), [], []), list[Lane]()
         for text, count in self._shares(reading):
             ids = text.tokens[text.read : min(text.goal, text.read + count * self.limits.chunk)]
-            if not text.slot or not self._holds(text, text.read + len(ids)):  # whoever loses pages on the way came later
+            if not text.slot or not self._holds(text, text.read + len(ids)):  # texts that lose their pages here arrived later
                 continue
             ends = text.read + len(ids) == text.goal
-            for at in range(0, len(ids), self.limits.chunk):
-                makes = ends and at + self.limits.chunk >= len(ids)
-                lanes.append(text.lane(ids[at : at + self.limits.chunk], text.read + at, 1, makes=makes))
+            for start in range(0, len(ids), self.limits.chunk):
+                makes = ends and start + self.limits.chunk >= len(ids)
+                lanes.append(text.lane(ids[start : start + self.limits.chunk], text.read + start, 1, makes=makes))
                 flight.rows.append(Row(text, text.pages, makes, text.read, text.front, text.known))
             text.read += len(ids)
             text.ahead += ends
@@ -240,31 +240,31 @@ class Scheduler:
         return flight if lanes else None
 
     def _shares(self, reading: Sequence[Text]) -> list[tuple[Text, int]]:
-        """(text, lanes of a prefill call that it gets), in order of arrival: half of them the oldest's, then the shortest's."""
+        """Returns (text, lanes of a prefill call) in order of arrival: half for the oldest text, then for the shortest."""
         limits, chosen = self.limits, dict[Text, int]()
         fronts = set[tuple[int, tuple[int, ...]]]()
-        wanted: list[tuple[Text, int]] = []
+        candidates: list[tuple[Text, int]] = []
         for text in reading:
             if self._share(text):
                 continue
             if limits.shared and not text.alone and text.read == text.known:
                 unit = text.front, tuple(text.tokens[text.read : text.read + limits.unit])
                 if unit in fronts and len(unit[1]) == limits.unit:
-                    continue  # another text of this call reads it
+                    continue  # another text of this call reads the same tokens
                 fronts.add(unit)
             chunks = -(-(text.goal - text.read) // limits.chunk)
-            wanted.append((text, chunks if limits.several and not text.alone else 1))
-        if not wanted:
+            candidates.append((text, chunks if limits.several and not text.alone else 1))
+        if not candidates:
             return []
-        most = lanes_of(limits.readers, sum(count for _, count in wanted))
+        most = lanes_of(limits.readers, sum(count for _, count in candidates))
         self._oldest = most > 1 or not self._oldest
         if self._oldest:
-            chosen[wanted[0][0]] = min(wanted[0][1], -(-most // 2))
-        for text, count in [*sorted(wanted[1:], key=lambda pair: pair[0].goal - pair[0].read), wanted[0]]:
+            chosen[candidates[0][0]] = min(candidates[0][1], -(-most // 2))
+        for text, count in [*sorted(candidates[1:], key=lambda pair: pair[0].goal - pair[0].read), candidates[0]]:
             free = most - sum(chosen.values())
             if free:
                 chosen[text] = min(count, chosen.get(text, 0) + free)
-        return [(text, chosen[text]) for text, _ in wanted if text in chosen]
+        return [(text, chosen[text]) for text, _ in candidates if text in chosen]
 
     def _decode(self) -> Flight | None:
         texts = [text for text in self._running if text.read >= text.goal and text.left > 0 and not text.looping]
@@ -272,7 +272,7 @@ class Scheduler:
             return None
         turns = self._turns(texts)
         if turns > 1 and any(text.ahead for text in texts):
-            return None  # a loop begins with tokens that are known
+            return None  # a loop needs known tokens
         flight, lanes = Flight(Step("decode", ()), [], []), list[Lane]()
         for text in texts:
             most = min(turns, text.left) if turns > 1 else 1
@@ -291,22 +291,22 @@ class Scheduler:
         return flight if lanes else None
 
     def _turns(self, texts: Sequence[Text]) -> int:
-        """How many tokens a call may make for each: several where nobody would wait for its end, no log-probabilities of other
-        tokens are asked for, no token is restricted, and the pages are there."""
+        """Returns how many tokens a call generates for each text: several if no request waits, none asks for alternatives or has
+        rules, and the pages suffice."""
         limit = self.limits.turns
         if limit == 1 or len(texts) > self.limits.loop_lanes or len(texts) < len(self._running) or self._waiting:
             return 1
         turns = min(limit, max([text.left for text in texts]))
-        asked = [text.request for text in texts]
-        if turns == 1 or any([request.sampling.alternatives or request.rules is not None for request in asked]):
+        requests = [text.request for text in texts]
+        if turns == 1 or any([request.sampling.alternatives or request.rules is not None for request in requests]):
             return 1
         needed = sum(self._lacks(text, text.read + min(turns, text.left)) for text in texts)
         return turns if needed <= self.pages.free else 1
 
 
 def lanes_of(sizes: Sequence[int], wanted: int) -> int:
-    """How many lanes a call has whose recorded numbers of lanes are `sizes`: those that are `wanted`, unless that would leave more
-    than half of them empty, and fewer suffice for a first part."""
+    """Returns the lanes of a call for recorded numbers `sizes`: `wanted`, unless more than half of the recorded lanes would be
+    empty and a smaller size can take a part."""
     fitting = next((size for size in sizes if size >= wanted), sizes[-1])
     smaller = [size for size in sizes if size <= wanted]
     return min(wanted, fitting) if fitting <= 2 * wanted or not smaller else smaller[-1]

@@ -1,4 +1,4 @@
-"""A request while it is served: its text so far, and what it has of the cache."""
+"""A request while it is served: its text so far, and its part of the cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from .requests import Lane, Request, Sampling, Step
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """A request's `tokens`, and `ahead` more that calls under way make.  `slot` is 0 while it waits.
+    """A request's `tokens`, and the number of tokens `ahead` that running calls generate.  `slot` is 0 while it waits.
 
-    `read`: tokens that its `pages` hold, once all calls under way have ended; `goal`: those that prefill calls read.  `length`: of
-    the prompt, or of the text that was read again in its place.  `row`: its last lane in the call under way.  `looping`: that call
-    makes several tokens.
+    `read`: tokens in its `pages` after all running calls; `goal`: tokens that prefill calls read.  `length`: of the prompt, or of
+    the text that is read again.  `row`: its last lane in the running call.  `looping`: that call generates several tokens.
 
-    Of its first `known` tokens the pages are known, or will be: `front` is the number of that beginning.  With none it is `root`.
+    The pages of its first `known` tokens are registered; `front` is the number of that beginning, or `root`.
     """
 
     key: Hashable
@@ -37,26 +36,26 @@ class Text:
 
     @property
     def root(self) -> int:
-        """What stands for no beginning: a number that texts of the same adapter alone have, 0 or less."""
+        """The number that stands for an empty beginning, 0 or less; only texts of the same adapter have it."""
         return -self.request.adapter.number
 
     @property
     def reading(self) -> bool:
-        """Whether a prefill call comes next."""
+        """Whether a prefill call is next."""
         return self.read < self.goal
 
     @property
     def left(self) -> int:
-        """Tokens that may still be asked for."""
+        """The number of tokens that may still be requested."""
         return len(self.request.prompt) + self.request.most - len(self.tokens) - self.ahead
 
     @property
     def alone(self) -> bool:
-        """Whether its slot has to see every token: which ones the text has counts, and lanes of one call write it in no order."""
+        """Whether its slot must see every token: a penalty needs all tokens, and lanes of one call write the slot in any order."""
         return self.request.sampling.penalty != 1.0
 
     def lane(self, ids: Sequence[int], start: int, most: int, behind: int = -1, *, makes: bool = True) -> Lane:
-        """Its lane for `ids`, behind the first `start` tokens; `makes`: whether the token behind them is one of the text."""
+        """Returns its lane for `ids`, after the first `start` tokens; `makes`: whether the result is a token of the text."""
         asked: Request = self.request
         sampling: Sampling = asked.sampling
         rules = asked.rules if makes else None
@@ -65,8 +64,8 @@ class Text:
 
 
 class Row(NamedTuple):
-    """A lane of a step under way, as its text was when the step was planned: the `pages` list that it had, and what it had read.
-    `makes`: whether what the lane makes is a token of the text."""
+    """A lane of a running step, with the text's state at planning: its `pages` list, and how much it had read.  `makes`: whether
+    the lane's result is a token of the text."""
 
     text: Text
     pages: list[int]
@@ -78,7 +77,7 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Flight:
-    """A step that was given out and not yet finished: its lanes, and what it writes to pages that may be shared later."""
+    """A running step: its lanes, and the beginnings that it writes to pages which may be shared later."""
 
     step: Step
     rows: list[Row]

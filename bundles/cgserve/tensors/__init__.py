@@ -1,1 +1,1 @@
-"""Entries of bundles as the Open Inference Protocol knows them."""
+"""Entries of bundles as models of the Open Inference Protocol."""

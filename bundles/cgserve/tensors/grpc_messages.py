@@ -1,7 +1,7 @@
-"""The messages of the Open Inference Protocol over gRPC, whose classes are made at the import, and tensors from and to them.
+"""Messages of the Open Inference Protocol over gRPC, with classes made at import, and their conversion to and from tensors.
 
 Source of names and numbers: kserve/open-inference-protocol, specification/protocol/open_inference_grpc.proto, and Triton's
-grpc_service.proto for the repository.  A pool of our own holds them: a client in the same process has the same names.
+grpc_service.proto for the repository.  They are in a separate pool: a client in the same process has the same names.
 """
 
 from __future__ import annotations
@@ -78,18 +78,18 @@ MESSAGES = {
     "RepositoryModelLoadRequest": ["string repository_name", "string model_name"],
     "RepositoryModelLoadResponse": [],
 }  # fmt: skip
-"""Of every message its fields in the order of their numbers, from 1 on.  A message whose name has a dot is declared in another."""
+"""Fields of every message in the order of their numbers, from 1.  A name with a dot is a nested message."""
 
 CONTENTS = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents", "INT64": "int64_contents",
     "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents", "UINT64": "uint64_contents",
     "FP32": "fp32_contents", "FP64": "fp64_contents",
 }  # fmt: skip
-"""Where a tensor's elements stand that are not sent as bytes.  FP16 and BF16 have no such field."""
+"""The field for a tensor's elements that are not sent as bytes.  FP16 and BF16 have no such field."""
 
 
 def message_classes() -> dict[str, Any]:
-    """The class of every message, by its name."""
+    """Returns the class of every message, by name."""
     file = descriptor_pb2.FileDescriptorProto(name="cgserve/inference.proto", package=PACKAGE, syntax="proto3")
     messages: dict[str, Any] = {}
     for name, fields in MESSAGES.items():
@@ -103,7 +103,7 @@ def message_classes() -> dict[str, Any]:
 
 
 def _declare(message: Any, owner: str, number: int, text: str) -> None:
-    """Adds a field that is written as "[repeated|oneof|map] TYPE NAME"."""
+    """Adds a field, given as "[repeated|oneof|map] TYPE NAME"."""
     kinds = descriptor_pb2.FieldDescriptorProto
     label, kind, name = text.split() if text.count(" ") == 2 else ("", *text.split())
     field = message.field.add(name=name, number=number, label=kinds.LABEL_OPTIONAL)
@@ -129,7 +129,7 @@ CLASSES = message_classes()
 
 
 def read_infer(message: Any, inputs: Sequence[Port], outputs: Sequence[Port]) -> Request:
-    """A ModelInferRequest.  Raises ProtocolError."""
+    """Parses a ModelInferRequest.  Raises ProtocolError."""
     timeout = check_request(parameters(message))
     rows, raw = by_name([(row.name, row) for row in message.inputs], "inputs"), list(message.raw_input_contents)
     if raw and len(raw) != len(rows):
@@ -148,7 +148,7 @@ def read_infer(message: Any, inputs: Sequence[Port], outputs: Sequence[Port]) ->
 
 
 def write_infer(model: str, version: str, request: Request, outputs: Sequence[Port], tensors: Sequence[Given]) -> Any:
-    """A ModelInferResponse with the outputs that the request wants, as bytes."""
+    """Returns a ModelInferResponse with the requested outputs, as bytes."""
     by_port = {port.name: (port, tensor) for port, tensor in zip(outputs, tensors, strict=True)}
     answer = CLASSES["ModelInferResponse"](model_name=model, model_version=version, id=request.id)
     for asked in request.asked:
@@ -159,7 +159,7 @@ def write_infer(model: str, version: str, request: Request, outputs: Sequence[Po
 
 
 def write_metadata(metadata: Mapping[str, Any]) -> Any:
-    """A ModelMetadataResponse of what `inference_protocol.metadata` tells; it has no parameters."""
+    """Returns a ModelMetadataResponse for the result of `inference_protocol.metadata`; it has no parameters."""
     answer = CLASSES["ModelMetadataResponse"](name=metadata["name"], versions=metadata["versions"], platform=metadata["platform"])
     for side in ("inputs", "outputs"):
         for row in metadata[side]:
@@ -168,20 +168,20 @@ def write_metadata(metadata: Mapping[str, Any]) -> Any:
 
 
 def parameters(message: Any) -> dict[str, Any]:
-    """The parameters of a message as Python's values."""
+    """Returns the parameters of a message as Python values."""
     chosen = {name: (value, value.WhichOneof("parameter_choice")) for name, value in message.parameters.items()}
     return {name: getattr(value, choice) if choice else None for name, (value, choice) in chosen.items()}
 
 
 def _data(port: Port, shape: tuple[int, ...], row: Any, raw: bytes | None) -> bytes:
-    """A tensor's bytes, which are `raw` or elements in a list.  Raises ProtocolError."""
+    """Returns a tensor's bytes, from `raw` or from elements in a list.  Raises ProtocolError."""
     where, elements = f"input {port.name!r}", math.prod(shape)
     if raw is not None:
         if row.HasField("contents"):
             raise ProtocolError(f"{where}: contents and raw_input_contents: send one of them")
         if len(raw) != elements * WIDTHS[port.datatype]:
-            wanted = f"{port.datatype} {list(shape)} has {elements * WIDTHS[port.datatype]}"
-            raise ProtocolError(f"{where}: {len(raw)} bytes, and {wanted}")
+            expected = f"{port.datatype} {list(shape)} has {elements * WIDTHS[port.datatype]}"
+            raise ProtocolError(f"{where}: {len(raw)} bytes, and {expected}")
         return raw
     field = CONTENTS.get(port.datatype)
     if field is None:

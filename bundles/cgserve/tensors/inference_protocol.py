@@ -1,7 +1,7 @@
-"""The Open Inference Protocol (KServe's v2) between bytes and tensors: pure, without a server and without NumPy.
+"""Converts between bytes of the Open Inference Protocol (KServe's v2) and tensors.  Pure functions, without a server and NumPy.
 
-A request is JSON, and with the binary tensor extension the JSON's length in the header Inference-Header-Content-Length and the
-tensors' bytes behind it.  Sources: kserve/open-inference-protocol, specification/protocol/inference_rest.md, and Triton's
+A request is JSON.  With the binary tensor extension, the header Inference-Header-Content-Length has the JSON's length, and the
+tensors' bytes follow.  Sources: kserve/open-inference-protocol, specification/protocol/inference_rest.md, and Triton's
 docs/protocol/extension_binary_data.md.
 """
 
@@ -22,7 +22,7 @@ DATATYPES = {
     "bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8", "int16": "INT16",
     "int32": "INT32", "int64": "INT64", "float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64",
 }  # fmt: skip
-"""The protocol's names of the runtime's dtypes."""
+"""The protocol's names for the runtime's dtypes."""
 
 WIDTHS = {"BOOL": 1, "BF16": 2} | {f"{kind}{bits}": bits // 8 for kind in ("INT", "UINT", "FP") for bits in (8, 16, 32, 64)}
 """Bytes of an element."""
@@ -31,38 +31,38 @@ CODES = {
     "BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q",
     "FP16": "e", "FP32": "f", "FP64": "d",
 }  # fmt: skip
-"""How `struct` calls them.  BF16 has no code, and no JSON: as in Triton it comes and goes as bytes."""
+"""Format characters of `struct`.  BF16 has none and no JSON: as in Triton it is only sent as bytes."""
 
 AXES, ELEMENTS = 32, 1 << 40
-"""Axes that a tensor may have, and elements: beyond that a number is a mistake."""
+"""Maximum axes and elements of a tensor; larger numbers are errors."""
 
 
 JSON_BYTES = 4 << 20
-"""A request has no more of JSON: the parser stops all else for its time, and needs ten times as much memory."""
+"""Maximum bytes of JSON in a request: the parser blocks the process and needs ten times as much memory."""
 
 
 OF_REQUEST, OF_INPUT, OF_OUTPUT = {"timeout", "binary_data_output", "priority"}, {"binary_data_size"}, {"binary_data"}
-"""Parameters that a request, an input and an output may have.  All requests have the same priority."""
+"""Parameters of a request, an input and an output.  All requests have the same priority."""
 
 REFUSED_PARAMETERS = {
     "sequence": "this server has no sequences", "classification": "this server has no such extension",
     "shared_memory": "this server has no shared memory: send the tensor's bytes",
 }  # fmt: skip
-"""Why parameters whose names begin so are refused."""
+"""Reasons for refused parameters, by prefix."""
 
 
 class ProtocolError(Exception):
-    """A request that does not fit the protocol or the model; its text is the answer's `error`."""
+    """A request does not fit the protocol or the model; the text is the response's `error`."""
 
 
 class TooLarge(ProtocolError):
-    """A request with more JSON than is read."""
+    """A request has too much JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output of a model: its name, its datatype, and its shape, -1 where the size varies.  `axes`, where one does: each
-    size, a number or by the names of dimensions: `batch`, `2*seq+1`."""
+    """An input or output of a model: its name, datatype, and shape, -1 for sizes that vary.  `axes`, if a size varies: each size as
+    a number or an expression of dimensions: `batch`, `2*seq+1`."""
 
     name: str
     datatype: str
@@ -72,7 +72,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A tensor as bytes, row-major and little-endian, of the datatype that its port has."""
+    """A tensor as bytes, row-major and little-endian, with the datatype of its port."""
 
     shape: tuple[int, ...]
     data: bytes | memoryview
@@ -80,7 +80,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An output that a request wants, as bytes or as JSON."""
+    """A requested output, as bytes or as JSON."""
 
     name: str
     binary: bool
@@ -88,8 +88,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a request says: its id, the tensors in the order of the model's inputs, the outputs that it wants, and the microseconds
-    that it has, 0 for no bound of its own."""
+    """A parsed request: its id, the tensors in the order of the model's inputs, the requested outputs, and its timeout in
+    microseconds, 0 for none."""
 
     id: str
     tensors: tuple[Given, ...]
@@ -98,8 +98,8 @@ class Request:
 
 
 def read_request(body: bytes, header: str | None, inputs: Sequence[Port], outputs: Sequence[Port]) -> Request:
-    """A request's body; `header` is Inference-Header-Content-Length, None where the request has none.  Raises ProtocolError."""
-    text, behind = _split(body, header)
+    """Parses a request's body; `header` is Inference-Header-Content-Length, or None.  Raises ProtocolError."""
+    text, binary = _split(body, header)
     if len(text) > JSON_BYTES:
         raise TooLarge(f"the request has {len(text)} bytes of JSON, more than {JSON_BYTES}: send the tensors as binary data")
     try:
@@ -113,23 +113,23 @@ def read_request(body: bytes, header: str | None, inputs: Sequence[Port], output
         _refuse("id: expected a string")
     parameters = _parameters(request, "the request")
     timeout = check_request(parameters)
-    tensors = _tensors(request.get("inputs"), behind, inputs)
+    tensors = _tensors(request.get("inputs"), binary, inputs)
     return Request(name, tensors, _requested_outputs(request.get("outputs"), parameters, outputs), timeout)
 
 
 def write_response(
     model: str, version: str, request: Request, outputs: Sequence[Port], tensors: Sequence[Given]
 ) -> tuple[bytes, int | None]:
-    """An answer's body, and its Inference-Header-Content-Length, None where all of it is JSON.  `tensors` are those of `outputs`.
-    Raises ProtocolError where an output that is wanted as JSON has none: NaN, infinity, BF16."""
+    """Returns a response's body, and its Inference-Header-Content-Length, None if all of it is JSON.  `tensors` are those of
+    `outputs`.  Raises ProtocolError for an output that JSON cannot express: NaN, infinity, BF16."""
     pairs = {port.name: (port, tensor) for port, tensor in zip(outputs, tensors, strict=True)}
-    rows, behind = [], []
+    rows, binary = [], []
     for asked in request.asked:
         port, tensor = pairs[asked.name]
         row: dict[str, Any] = {"name": port.name, "datatype": port.datatype, "shape": list(tensor.shape)}
         if asked.binary:
             row["parameters"] = {"binary_data_size": len(tensor.data)}
-            behind.append(tensor.data)
+            binary.append(tensor.data)
         else:
             row["data"] = _numbers(port, tensor.data)
         rows.append(row)
@@ -137,7 +137,7 @@ def write_response(
     if request.id:
         answer["id"] = request.id
     text = json.dumps(answer, separators=(",", ":")).encode()
-    return b"".join([text, *behind]), len(text) if any(asked.binary for asked in request.asked) else None
+    return b"".join([text, *binary]), len(text) if any(asked.binary for asked in request.asked) else None
 
 
 def metadata(
@@ -147,8 +147,8 @@ def metadata(
     outputs: Sequence[Port],
     sizes: Sequence[tuple[str, Sequence[int]]] = (),
 ) -> dict[str, Any]:
-    """What /v2/models/M answers.  `sizes`: those recorded of each dimension, whose largest is a limit where calls cannot be
-    cut; the protocol has no field for them, nor for what the axes of inputs are, but parameters."""
+    """Returns the response of /v2/models/M.  `sizes`: the recorded sizes of each dimension; the largest is a limit if calls cannot
+    be chunked.  Sizes and axes are parameters, because the protocol has no field for them."""
     ports = [[{"name": p.name, "datatype": p.datatype, "shape": list(p.shape)} for p in side] for side in (inputs, outputs)]
     answer = {"name": model, "versions": list(versions), "platform": "cgbundle", "inputs": ports[0], "outputs": ports[1]}
     if not sizes:
@@ -158,7 +158,7 @@ def metadata(
 
 
 def check_parameters(parameters: Mapping[str, Any], known: Set[str], where: str) -> None:
-    """Raises ProtocolError for a parameter that is not `known`.  `where`: whose they are, "input 'x'"."""
+    """Raises ProtocolError for a parameter that is not in `known`.  `where`: their owner, "input 'x'"."""
     for name in sorted(parameters.keys() - known):
         others = f"this server knows {', '.join(sorted(known))}"
         why = next((text for begin, text in REFUSED_PARAMETERS.items() if name.startswith(begin)), others)
@@ -166,7 +166,7 @@ def check_parameters(parameters: Mapping[str, Any], known: Set[str], where: str)
 
 
 def check_request(parameters: Mapping[str, Any]) -> int:
-    """The microseconds that a request has, 0 for no bound of its own.  Raises ProtocolError."""
+    """Returns the timeout of a request in microseconds, 0 for none.  Raises ProtocolError."""
     check_parameters(parameters, OF_REQUEST, "the request")
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or timeout < 0:
@@ -175,14 +175,14 @@ def check_request(parameters: Mapping[str, Any]) -> int:
 
 
 def by_name(rows: Sequence[tuple[str, Row]], where: str) -> Sequence[tuple[str, Row]]:
-    """The rows, whose names have to differ.  Raises ProtocolError."""
+    """Returns the rows; their names must differ.  Raises ProtocolError."""
     if len(dict(rows)) < len(rows):
         _refuse(f"{where}: a name stands there twice")
     return rows
 
 
 def port_named(name: str, ports: Sequence[Port], kind: str) -> Port:
-    """The port of that name; `kind`: "input" or "output".  Raises ProtocolError."""
+    """Returns the port of that name; `kind`: "input" or "output".  Raises ProtocolError."""
     port = next((port for port in ports if port.name == name), None)
     if port is None:
         _refuse(f"{kind} {name!r}: the model has none of that name, but {', '.join([port.name for port in ports])}")
@@ -190,7 +190,7 @@ def port_named(name: str, ports: Sequence[Port], kind: str) -> Port:
 
 
 def in_order(tensors: Mapping[str, Given], inputs: Sequence[Port]) -> tuple[Given, ...]:
-    """The tensors of a request in the order of the model's inputs.  Raises ProtocolError for one that is missing."""
+    """Returns the tensors of a request in the order of the model's inputs.  Raises ProtocolError for a missing one."""
     for port in inputs:
         if port.name not in tensors:
             _refuse(f"input {port.name!r} is missing")
@@ -198,13 +198,13 @@ def in_order(tensors: Mapping[str, Given], inputs: Sequence[Port]) -> tuple[Give
 
 
 def check_shape(port: Port, datatype: object, shape: object) -> tuple[int, ...]:
-    """The shape of an input as the request says it.  Raises ProtocolError where it does not fit the port."""
+    """Returns the shape of an input in the request.  Raises ProtocolError if it does not fit the port."""
     where = f"input {port.name!r}"
     if datatype != port.datatype:
         _refuse(f"{where}: datatype {datatype!r}, expected {port.datatype}")
     if type(shape) is not list or len(shape) > AXES or not all(type(size) is int and size >= 0 for size in shape):
         _refuse(f"{where}: shape: expected a list of sizes")
-    fits = len(shape) == len(port.shape) and all(want in (-1, size) for size, want in zip(shape, port.shape, strict=True))
+    fits = len(shape) == len(port.shape) and all(expected in (-1, size) for size, expected in zip(shape, port.shape, strict=True))
     if not fits:
         _refuse(f"{where}: shape {shape}, expected {list(port.shape)}, where -1 is any size")
     if math.prod(shape) > ELEMENTS:
@@ -239,35 +239,35 @@ def _parameters(owner: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _rows(listed: object, where: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a list, by their names, which differ."""
+    """Returns the objects of a list by name; names must differ."""
     if type(listed) is not list or not all(type(row) is dict and type(row.get("name")) is str for row in listed):
         _refuse(f"{where}: expected a list of objects with a name")
     return list(by_name([(row["name"], row) for row in listed], where))
 
 
-def _tensors(listed: object, behind: memoryview, inputs: Sequence[Port]) -> tuple[Given, ...]:
-    tensors, taken = dict[str, Given](), 0
+def _tensors(listed: object, binary: memoryview, inputs: Sequence[Port]) -> tuple[Given, ...]:
+    tensors, offset = dict[str, Given](), 0
     for name, row in _rows(listed, "inputs"):
         port = port_named(name, inputs, "input")
         shape = check_shape(port, row.get("datatype"), row.get("shape"))
         parameters = _parameters(row, f"input {name!r}")
         check_parameters(parameters, OF_INPUT, f"input {name!r}")
         size = parameters.get("binary_data_size")
-        wanted = math.prod(shape) * WIDTHS[port.datatype]
+        nbytes = math.prod(shape) * WIDTHS[port.datatype]
         if size is None:
             data: bytes | memoryview = _packed(port, row.get("data"), math.prod(shape))
         else:
-            if type(size) is not int or size != wanted or "data" in row:
-                _refuse(f"input {name!r}: binary_data_size {size!r}: {port.datatype} {list(shape)} has {wanted} bytes, and no data")
-            data, taken = behind[taken : taken + size], taken + size
+            if type(size) is not int or size != nbytes or "data" in row:
+                _refuse(f"input {name!r}: binary_data_size {size!r}: {port.datatype} {list(shape)} has {nbytes} bytes, and no data")
+            data, offset = binary[offset : offset + size], offset + size
         tensors[name] = Given(shape, data)
-    if taken != len(behind):
-        _refuse(f"{len(behind)} bytes behind the JSON, where the inputs' binary_data_size make {taken}")
+    if offset != len(binary):
+        _refuse(f"{len(binary)} bytes behind the JSON, where the inputs' binary_data_size make {offset}")
     return in_order(tensors, inputs)
 
 
 def _packed(port: Port, data: object, elements: int) -> bytes:
-    """A tensor's bytes from the numbers of JSON, flat or nested."""
+    """Returns a tensor's bytes from flat or nested JSON numbers."""
     where = f"input {port.name!r}: data"
     code = CODES.get(port.datatype)
     if code is None:
@@ -296,7 +296,7 @@ def _requested_outputs(listed: object, parameters: Mapping[str, Any], outputs: S
         _refuse("parameters: binary_data_output: expected true or false")
     if listed is None or listed == []:
         return tuple([Asked(port.name, default) for port in outputs])
-    asked = []
+    requested = []
     for name, row in _rows(listed, "outputs"):
         port_named(name, outputs, "output")
         chosen = _parameters(row, f"output {name!r}")
@@ -304,8 +304,8 @@ def _requested_outputs(listed: object, parameters: Mapping[str, Any], outputs: S
         binary = chosen.get("binary_data", default)
         if type(binary) is not bool:
             _refuse(f"output {name!r}: binary_data: expected true or false")
-        asked.append(Asked(name, binary))
-    return tuple(asked)
+        requested.append(Asked(name, binary))
+    return tuple(requested)
 
 
 def _numbers(port: Port, data: bytes | memoryview) -> list[Any]:

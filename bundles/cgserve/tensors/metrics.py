@@ -1,4 +1,4 @@
-"""What a server of bundles counts, as Prometheus reads it at /metrics."""
+"""Metrics of a server of bundles, in Prometheus' format at /metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWNER = ("model", "version")
 
 
 class Metrics:
-    """Counters of all entries of one server.  Padding's waste is 1 - cgbundle_rows_total / cgbundle_recorded_rows_total."""
+    """Counters of all entries of one server.  The fraction of padding is 1 - cgbundle_rows_total / cgbundle_recorded_rows_total."""
 
     def __init__(self, every: CollectorRegistry) -> None:
         self.requests = Counter("cgbundle_requests", "Requests by HTTP status.", (*OWNER, "code"), registry=every)
@@ -34,7 +34,7 @@ class Metrics:
         self.phases = Gauge("cgbundle_load_seconds", "The last load of a version.", (*OWNER, "phase"), registry=every)
 
     def watch(self, model: str, version: int, ports: Ports, batch: Batch) -> None:
-        """Counts a batch that was answered: a call that failed computed no rows."""
+        """Counts an answered batch; a failed call computed no rows."""
         if batch.failed:
             return
         owner, rows = (model, str(version)), sum(batch.rows)
@@ -46,14 +46,14 @@ class Metrics:
             self.waited.labels(*owner).observe(seconds)
 
     def forget_versions(self) -> None:
-        """Clears what belongs to versions, before `show` says it of those that serve."""
+        """Clears the gauges of all versions.  Call `show` afterwards for each version that serves."""
         for gauge in (self.waiting, self.memory, self.phases):
             gauge.clear()
 
     def show(
         self, model: str, version: int, entries: Mapping[str, TensorEntry], memory: Mapping[str, int], seconds: Mapping[str, float]
     ) -> None:
-        """Sets the gauges of a version of a model: `entries` by the names under which they are served."""
+        """Sets the gauges of a version of a model; `entries`: by their served names."""
         for name, entry in entries.items():
             self.waiting.labels(name, str(version)).set(entry.waiting)
         for kind, size in memory.items():

@@ -1,1 +1,1 @@
-"""Embedding models, rerankers and classifiers: texts in, vectors, scores and classes out."""
+"""Embedding models, rerankers and classifiers: text to vectors, scores and classes."""

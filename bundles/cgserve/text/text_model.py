@@ -1,9 +1,9 @@
-"""A bundle of (input_ids, attention_mask[, token_type_ids]) with a tokenizer beside it, as a model of texts.
+"""A bundle of (input_ids, attention_mask[, token_type_ids]) with a tokenizer, as a model of texts.
 
-What its output is says what it does: a number for each row is a score, as of a reranker; as many as its config.json has classes are
-those of a classifier; all others are embeddings.  Texts of one request are sorted by the recorded length that they need, and go
-into the queue of the entry, where they go together with those of others.  Few calls of a request wait there at once: a request of
-thousands of texts keeps neither the others nor the event loop waiting."""
+The output determines its task.  One number per row is a score of a reranker; as many numbers as config.json has classes are those
+of a classifier; all others are embeddings.  Texts of a request are grouped by the recorded length that they need, and share calls
+of the entry's queue with other requests.  Only a few calls of a request wait there at once, so that a request with thousands of
+texts blocks neither other requests nor the event loop."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ..tensors.inference_protocol import DATATYPES, Given
 Task = Literal["embed", "rerank", "classify"]
 
 FIELDS = ("input_ids", "attention_mask", "token_type_ids")
-"""The inputs in their order, where a bundle calls them otherwise."""
+"""The order of the inputs, if a bundle has other names for them."""
 
 FLOATS = ("FP32", "FP16", "BF16", "FP64")
 
 TEXTS = 2048
-"""Texts of one request: as many as OpenAI allows."""
+"""Maximum texts of one request, as in OpenAI's API."""
 
 AT_ONCE = 16
-"""Calls of one request that wait in the queue of the entry, or are being made."""
+"""Maximum calls of one request in the entry's queue, waiting or running."""
 
 T = TypeVar("T")
 
@@ -42,8 +42,8 @@ Answer = Callable[[Sequence[Given], float], Awaitable[list[Given]]]
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text or a pair, and of which of the two each is, as int64.  Lists of them would be tracked: with thousands of
-    texts, Python's garbage collector then keeps the interpreter for 0.2 s."""
+    """The tokens of a text or a pair, and their type ids, as int64 bytes.  Python's garbage collector would track lists: with
+    thousands of texts it then stops the interpreter for 0.2 s."""
 
     ids: bytes
     kinds: bytes
@@ -54,7 +54,7 @@ class Encoded(NamedTuple):
 
     @classmethod
     def of(cls, ids: Sequence[int], kinds: Sequence[int] = ()) -> Encoded:
-        """`kinds`: () where all tokens are of the first text."""
+        """`kinds`: () if all tokens belong to the first text."""
         return cls(array("q", ids).tobytes(), array("q", kinds).tobytes() or bytes(WIDTH * len(ids)))
 
 
@@ -62,25 +62,25 @@ WIDTH = array("q").itemsize
 
 
 def takes_texts(ports: Ports) -> bool:
-    """Whether an entry's inputs are tokens and their mask, whole numbers (batch, length), and its output has a row for each."""
+    """Returns whether an entry's inputs are tokens and their mask, integers (batch, length), and its output has a row for each."""
     names = {port.name for port in ports.inputs}
-    whole = all(port.datatype in ("INT64", "INT32") and len(port.shape) == 2 for port in ports.inputs)
-    alike = len({(port.shape, port.axes) for port in ports.inputs}) == 1
-    if not whole or not alike or len(names) not in (2, 3) or names & set(FIELDS) not in (set(), names) or len(ports.outputs) != 1:
+    ints = all(port.datatype in ("INT64", "INT32") and len(port.shape) == 2 for port in ports.inputs)
+    equal = len({(port.shape, port.axes) for port in ports.inputs}) == 1
+    if not ints or not equal or len(names) not in (2, 3) or names & set(FIELDS) not in (set(), names) or len(ports.outputs) != 1:
         return False
     output = ports.outputs[0]
     return output.datatype in FLOATS and (len(output.shape) == 1 or (len(output.shape) == 2 and output.shape[1] > 0))
 
 
 class TextModel:
-    """`task` says what it does, `labels` the classes of a classifier.  `context`: tokens of the longest text."""
+    """`task`: embed, rerank or classify; `labels`: the classes of a classifier; `context`: tokens of the longest text."""
 
     def __init__(
         self, name: str, language: Language, ports: Ports, answer: Answer, seconds: float, limit: int = 1024,
         pause: Callable[[int], int] = lambda calls: 1,
     ) -> None:  # fmt: skip
-        """`answer`: what answers a call of the entry; `seconds`: those that a request may wait for its answer; `limit`: calls that
-        all requests may wait for, and `pause` the seconds that so many take."""
+        """`answer`: calls the entry; `seconds`: deadline of a request; `limit`: maximum calls that all requests wait for; `pause`:
+        estimates the seconds of so many calls."""
         self.name, self.language, self._answer, self._seconds = name, language, answer, seconds
         self._limit, self._pause = limit, pause
         self._open, self._idle = 0, asyncio.Event()  # calls that requests wait for
@@ -100,7 +100,7 @@ class TextModel:
         self.task: Task = "rerank" if self.width == 1 else "classify" if self.labels else "embed"
 
     def encoded(self, texts: Sequence[str] | Sequence[tuple[str, str]], *, field: str, truncate: bool) -> list[Encoded]:
-        """The tokens of texts or pairs, cut to the longest recorded length with `truncate`.  Raises Refusal for longer ones."""
+        """Returns the tokens of texts or pairs.  `truncate` cuts them to the longest recorded length, else Refusal is raised."""
         longest = self.context * self.language.longest
         for text in texts:
             characters = len(text) if isinstance(text, str) else sum(map(len, text))
@@ -111,7 +111,7 @@ class TextModel:
         return [self.fitting(Encoded.of(*encoding), field=field, truncate=truncate) for encoding in self.language.encoded(texts)]
 
     def check_room(self, texts: int) -> None:
-        """Raises Busy where a request of so many texts has to come back, before anything is computed for it."""
+        """Raises Busy before any work if there is no room for a request with `texts` texts."""
         self._check_calls(math.ceil(texts / self._rows))
 
     def _check_calls(self, calls: int) -> None:
@@ -119,45 +119,45 @@ class TextModel:
             raise Busy(f"requests wait for {self._open} calls already", self._pause(self._open))
 
     def fitting(self, text: Encoded, *, field: str, truncate: bool) -> Encoded:
-        """A text that is short enough, and has a token.  Raises Refusal."""
+        """Checks or truncates the length of a text, which must have a token.  Raises Refusal."""
         if not text.tokens:
             raise Refusal(400, f"{field}: a text without a token", field)
         if text.tokens <= self.context:
             return text
         if not truncate:
             raise self._too_long(field, f"{text.tokens} tokens")
-        kept = WIDTH * (self.context - 1)  # the last token says that the text ends
-        return Encoded(*[tokens[:kept] + tokens[-WIDTH:] for tokens in text])
+        length = WIDTH * (self.context - 1)  # keep the last token, which marks the end of the text
+        return Encoded(*[tokens[:length] + tokens[-WIDTH:] for tokens in text])
 
     def _too_long(self, field: str, size: str) -> Refusal:
         text = f"{field}: {size}, and the model takes {self.context} tokens; `truncate` cuts"
         return Refusal(400, text, field, "context_length_exceeded")
 
     async def answer(self, texts: Sequence[Encoded], converter: Callable[[list[float]], T]) -> list[T]:
-        """What `converter` makes of the output's row of each text.  Raises as TensorEntry.answer, alone or in a group."""
+        """Applies `converter` to the output's row of each text.  Raises as TensorEntry.answer, alone or in a group."""
         by_length: dict[int, list[int]] = {}
         for index, text in enumerate(texts):
             by_length.setdefault(self._lengths[bisect_left(self._lengths, text.tokens)], []).append(index)
         calls = [
-            (length, indices[at : at + self._rows])
+            (length, indices[begin : begin + self._rows])
             for length, indices in by_length.items()
-            for at in range(0, len(indices), self._rows)
+            for begin in range(0, len(indices), self._rows)
         ]
         answers: list[T | None] = [None] * len(texts)
-        left, until = iter(calls), asyncio.get_running_loop().time() + self._seconds
+        remaining, until = iter(calls), asyncio.get_running_loop().time() + self._seconds
 
-        async def some() -> None:
-            for length, indices in left:
+        async def serve_calls() -> None:
+            for length, indices in remaining:
                 seconds = until - asyncio.get_running_loop().time()
                 try:
                     if seconds <= 0:
                         raise Late
                     (output,) = await self._answer(self._tensors([texts[index] for index in indices], length), seconds)
-                except Late:  # whose seconds are those that were left
+                except Late:  # report the request's deadline, not the call's
                     raise Late(f"no answer within {self._seconds:g} s") from None
                 numbers = decode(self._dtype, bytes(output.data))
-                for place, index in enumerate(indices):
-                    answers[index] = converter(numbers[place * self.width : (place + 1) * self.width])
+                for row, index in enumerate(indices):
+                    answers[index] = converter(numbers[row * self.width : (row + 1) * self.width])
 
         self._check_calls(len(calls))
         self._open += len(calls)
@@ -165,7 +165,7 @@ class TextModel:
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(AT_ONCE, len(calls))):
-                    group.create_task(some())
+                    group.create_task(serve_calls())
         finally:
             self._open -= len(calls)
             if not self._open:
@@ -196,12 +196,10 @@ class TextModel:
 
 
 def sigmoid(number: float) -> float:
-    """Between 0 and 1."""
     return 1 / (1 + math.exp(-number)) if number > -700 else 0.0
 
 
 def softmax(numbers: Sequence[float]) -> list[float]:
-    """Probabilities."""
     largest = max(numbers)
     weights = [math.exp(number - largest) for number in numbers]
     total = math.fsum(weights)

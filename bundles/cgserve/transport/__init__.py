@@ -1,1 +1,1 @@
-"""What clients may do, bounded: sockets, connections and bodies."""
+"""Limits for clients: sockets, connections and bodies."""

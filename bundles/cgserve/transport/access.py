@@ -1,4 +1,4 @@
-"""Who may ask, and by which number a request is known: ASGI middleware."""
+"""API keys and request ids: ASGI middleware."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN = ("/health", "/v2/health/live", "/v2/health/ready")
-"""What is answered without a key: whatever started the server asks for it."""
+"""Paths without a key, for the program that started the server."""
 
 LONGEST = 128
-"""Characters of a request's number that a client may give."""
+"""Maximum characters of a client's request id."""
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
-    """The keys of a file, one in each line.  Raises ValueError where there is none, OSError where it cannot be read."""
+    """Returns the keys of a file, one per line.  Raises ValueError without a key, OSError if it cannot be read."""
     keys = tuple([line.strip() for line in path.read_bytes().splitlines() if line.strip()])
     if not keys:
         raise ValueError(f"{path}: no key in it")
@@ -26,14 +26,14 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
 
 
 def has_key(authorization: bytes, keys: Sequence[bytes]) -> bool:
-    """Whether the value of a header `authorization` is `Bearer` and one of the keys.  All are compared, in constant time."""
+    """Returns whether a header `authorization` is `Bearer` and one of the keys.  Compares all keys, in constant time."""
     kind, _, key = authorization.partition(b" ")
     matches = [hmac.compare_digest(key.strip(), known) for known in keys]
     return kind.lower() == b"bearer" and any(matches)
 
 
 class KeyRequired:
-    """Answers 401 to requests without one of the keys as `Authorization: Bearer KEY`."""
+    """Responds 401 to requests without one of the keys as `Authorization: Bearer KEY`."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
         self.app, self._keys = app, keys
@@ -52,7 +52,7 @@ class KeyRequired:
 
 
 class Numbered:
-    """Every answer has the header X-Request-Id: that of the request, or a new one."""
+    """Adds the header X-Request-Id to every response: that of the request, or a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,6 +1,6 @@
-"""What clients may do to an HTTP server, bounded: how much they send, how long they take, and that they leave.
+"""Limits for clients of an HTTP server: how much they send and how long they take.  Also detects that they disconnect.
 
-uvicorn closes connections that are idle between requests, stops in good order, and bounds the head of a request.  Here is the rest.
+uvicorn closes idle connections, shuts down gracefully, and limits the size of headers.  This module adds the rest.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 AT_ONCE = 16 << 10
-"""Bytes that are read of one connection before it is another one's turn.  asyncio reads 256 KiB, which many bodies add up."""
+"""Maximum bytes per read of a connection.  asyncio reads 256 KiB, which adds up for many bodies."""
 
 
 class Held:
-    """The bytes that a connection holds of a body."""
+    """The bytes of a connection's body in memory."""
 
     __slots__ = ("bytes",)
 
@@ -30,11 +30,10 @@ class Held:
 
 
 class BoundedBodies:
-    """ASGI middleware.  A body of more than `largest` bytes is answered 413: unread where its length is declared, else as soon as
-    it is too long.  All connections hold `together` bytes of bodies at most, from their first byte until they are answered; one
-    that has no room is answered 503.  While a request is answered, its client is watched: if it leaves, the work is cancelled.
-    `form` makes the body of an answer of the text of its error.
-    """
+    """ASGI middleware.  A body of more than `largest` bytes gets status 413: before it is read if its length is declared, else as
+    soon as it is too long.  All connections together hold at most `together` bytes of bodies, until they are answered; beyond that
+    the status is 503.  While a request is answered, its client is watched, and its disconnect cancels the work.  `form` makes the
+    response's body from an error text."""
 
     def __init__(
         self, app: ASGIApp, largest: int, form: Callable[[str], object] = lambda text: {"detail": text}, together: int | None = None
@@ -63,7 +62,7 @@ class BoundedBodies:
 
         async def whole() -> Message:
             if not unread:
-                await anyio.sleep_forever()  # the next message is that the client left, which `watch` takes
+                await anyio.sleep_forever()  # the next message is the disconnect, which `watch` receives
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
 
         answering, gone = asyncio.current_task(), False
@@ -76,17 +75,17 @@ class BoundedBodies:
             gone = True
             answering.cancel()
 
-        watching = asyncio.create_task(watch())  # a task group of anyio takes three times as long as a task
+        watching = asyncio.create_task(watch())  # an anyio task group takes three times as long as a task
         try:
             await self.app(scope, whole, send)
         except asyncio.CancelledError:
-            if not gone or answering.uncancel():  # somebody else wants this task to end
+            if not gone or answering.uncancel():  # another one cancelled this task
                 raise
         finally:
             watching.cancel()
 
     async def _body(self, scope: Scope, receive: Receive, held: Held) -> bytes | JSONResponse:
-        """The whole body, or the answer to one that is not taken.  Raises ClientDisconnect."""
+        """Returns the whole body, or the response to a refused one.  Raises ClientDisconnect."""
         declared = int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0"))  # h11 checks it
         parts, more = list[bytes](), True
         while True:
@@ -107,12 +106,12 @@ class BoundedBodies:
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's connection, which ends where a request is not there `seconds` after the connection or the request's first byte,
-    or an answer is not taken in that time.  It reads `conn`, `flow` and `timeout_keep_alive_task` (uvicorn 0.30 to 0.54).
-    """
+    """uvicorn's connection with a time limit: it is closed if a request is not complete `seconds` after the connection or its first
+    byte, or if a response is not received in that time.  It reads `conn`, `flow` and `timeout_keep_alive_task` (uvicorn 0.30 to
+    0.54)."""
 
-    def __init__(self, *arguments: Any, seconds: float, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, seconds: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._seconds = seconds
         self._end: asyncio.TimerHandle | None = None
 
@@ -144,8 +143,8 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Starts the clock where the client has something to do, and stops it where it has done it."""
-        idle = self.timeout_keep_alive_task is not None  # uvicorn has a clock of its own for that
+        """Starts the timer while the server waits for the client, and stops it otherwise."""
+        idle = self.timeout_keep_alive_task is not None  # uvicorn has its own timer for idle connections
         asking = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not idle
         if not (asking or self.flow.write_paused):
             if self._end is not None:

@@ -1,4 +1,4 @@
-"""How many messages of gRPC are received at once: it holds a message until it is whole, and does not say how long it will be."""
+"""Limits concurrent receptions of gRPC messages.  gRPC holds incomplete messages in memory, and does not report their length."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import ctypes
 from collections.abc import Awaitable, Callable
 
 QUICK, SLOW = 1, 4
-"""Messages that are received at once, and those beside them that take longer than `PATIENCE`."""
+"""Maximum concurrent receptions: of messages younger than `PATIENCE`, and of slower ones."""
 
 PATIENCE, LONGEST = 1.0, 30.0
-"""Seconds until a message counts as slow, and until it is given up."""
+"""Seconds until a message counts as slow, and until its reception fails."""
 
 
 LARGE, SOON = 1 << 20, 0.2
-"""Bytes of a message behind which memory is given back, and the seconds until then."""
+"""A message of at least so many bytes causes a return of memory to the system, so many seconds later."""
 
 
 class Crowded(Exception):
-    """A message that is not received; the text says why."""
+    """A message is not received; the text says why."""
 
 
 class Receptions:
-    """Takes turns: the bytes of a message that nobody reads yet stay at the client, but for what HTTP/2 sends ahead."""
+    """Takes turns: an unread message stays at the client, except for HTTP/2's flow control window."""
 
     def __init__(self, quick: int = QUICK, slow: int = SLOW, patience: float = PATIENCE) -> None:
         self._turns, self._places, self._patience = asyncio.Semaphore(quick), slow, patience
         self._giving_back: asyncio.Task[None] | None = None
 
     async def receive(self, read: Callable[[], Awaitable[bytes]]) -> bytes:
-        """What `read` gives.  Raises Crowded."""
+        """Returns the result of `read`.  Raises Crowded."""
         data = await self._receive(read)
         if isinstance(data, bytes) and len(data) >= LARGE and (self._giving_back is None or self._giving_back.done()):
             self._giving_back = asyncio.create_task(give_back_memory())
@@ -59,8 +59,8 @@ class Receptions:
 
 
 async def give_back_memory() -> None:
-    """gRPC receives a message in pieces of some KiB.  The C library keeps those that were freed: 30 MB of a message of 60 MB."""
+    """Returns freed memory to the system.  The C library keeps the pieces in which gRPC receives: 30 MB for a message of 60 MB."""
     await asyncio.sleep(SOON)
     library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):  # glibc's
+    if hasattr(library, "malloc_trim"):  # only glibc has it
         await asyncio.to_thread(library.malloc_trim, 0)

@@ -1,2 +1,2 @@
-"""Models that are more or other than layers with paged attention: their cache by lane, their states, their text half, and
-LoRA adapters over them."""
+"""Support for models that differ from layers with paged attention: caches by lane, states, the text part of multimodal models, and
+LoRA adapters."""

@@ -1,9 +1,9 @@
-"""LoRA adapters over a language model: a bank that is state, of which each lane of a call names its own adapter, 0 for none.
+"""LoRA adapters for a language model.  A bank of adapters is state; each lane of a call selects an adapter, 0 for none.
 
     y = layer(x) + up[adapter] @ (down[adapter] @ x)
 
-A layer multiplies with the factors of all adapters at once, `adapters * rank` rows, and a mask leaves those of the lane's adapter.
-That is two plain products without a gather.  It adds (in + out) * adapters * rank to the in * out of the layer.
+A layer multiplies with the factors of all adapters, `adapters * rank` rows, and a mask keeps those of the lane's adapter.  These
+are two matrix products without a gather.  They add (in + out) * adapters * rank operations to the in * out of the layer.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ..kernels.int8 import Int8Linear
 from ..sampling import Sampling
 
 LANES, TOKENS = 2, 3
-"""Of the call that shows which layers see all tokens."""
+"""Lanes and tokens per lane of the call that shows which layers see all tokens."""
 
 Factors = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """Which adapter each lane of the last call has: (batch, adapters * rank), 1 at the rows of its adapter and 0 elsewhere.  None
-    before the first: then layers have no adapters."""
+    """The adapter of each lane in the last call: (batch, adapters * rank), 1 at the rows of its adapter and 0 elsewhere.  None
+    before the first call: layers then use no adapters."""
 
     mask: Tensor | None = None
 
 
 class Share:
-    """A layer's part of the bank: number `number` of the layers of `bank`."""
+    """A layer's part of the bank: `bank` contains the factors of several layers, and this layer has index `number`."""
 
     def __init__(self, bank: nn.Module, number: int, choice: Choice) -> None:
         self.bank, self.number, self.choice = bank, number, choice
@@ -48,8 +48,8 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alike:
-    """Layers whose factors lie together: of one path but for the number of the decoder's layer, and of one shape.  `name`:
-    that path with the first and the last number, as in model.layers.0-29.self_attn.q_proj."""
+    """Layers whose factors are stored in one tensor: they have the same shape, and their paths differ only in the number of the
+    decoder's layer.  `name`: that path with first and last number, as in model.layers.0-29.self_attn.q_proj."""
 
     name: str
     paths: tuple[str, ...]
@@ -58,14 +58,14 @@ class Alike:
 
 
 class AdaptedLM(CausalLM):
-    """A CausalLM whose lanes each have an adapter: its entries take `adapter`, int64 (batch,), behind `slot`; 0 is none.
+    """A CausalLM with an adapter for each lane: its entries take `adapter`, int64 (batch,), after `slot`; 0 is none.
 
-    The buffers beside those of CausalLM: `adapters.NAME.down` and `.up`, (layers, adapters, rank, in) and (..., out), with
-    NAME as in Alike.  Adapter number n lies at n - 1.
+    Buffers in addition to those of CausalLM: `adapters.NAME.down` and `.up`, (layers, adapters, rank, in) and (..., out), with NAME
+    as in Alike.  Adapter number n has index n - 1.
     """
 
     def __init__(self, network: Any, pages: int, slots: int, turns: int, adapters: int, rank: int) -> None:
-        """`adapters`: how many the bank holds, each of up to `rank`.  Raises language-model-refused."""
+        """`adapters`: how many adapters the bank holds, each with a rank of at most `rank`.  Raises language-model-refused."""
         super().__init__(network, pages, slots, turns)
         self.count, self.rank, self.choice = adapters, rank, Choice()
         self.alike = alike_layers(network)
@@ -85,32 +85,32 @@ class AdaptedLM(CausalLM):
         self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, adapter: Tensor, sampling: Sampling,
         length: Tensor | None = None,
     ) -> Result:  # fmt: skip
-        """`CausalLM.prefill` with the adapter of each lane."""
+        """Runs `CausalLM.prefill` with the adapter of each lane."""
         self._choose(adapter)
         return super().prefill(ids, count, start, pages, slot, sampling, length)
 
     def decode(  # type: ignore[override]
         self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, adapter: Tensor, sampling: Sampling
     ) -> Result:
-        """`prefill` for one token of each lane."""
+        """Runs `prefill` for one token of each lane."""
         return self.prefill(ids, count, start, pages, slot, adapter, sampling)
 
     def generate(  # type: ignore[override]
         self, ids: Tensor, start: Tensor, pages: Tensor, slot: Tensor, adapter: Tensor, sampling: Sampling, stop: Tensor,
         limit: Tensor,
     ) -> Result:  # fmt: skip
-        """`CausalLM.generate` with the adapter of each lane."""
+        """Runs `CausalLM.generate` with the adapter of each lane."""
         self._choose(adapter)
         return super().generate(ids, start, pages, slot, sampling, stop, limit)
 
     def load_adapter(self, adapter: Tensor, scale: Tensor, factors: Factors) -> dict[str, Tensor]:
-        """Puts factors into the bank as number `adapter`, int64 (1,); 0 puts them nowhere.  `factors`, float32: by the names of
-        Alike, down (layers, rank, in) and up (layers, out, rank), as PEFT's lora_A and lora_B; a smaller rank is filled up with
-        zeros.  `scale`, float32 (1,), is multiplied into `up`.
+        """Stores factors in the bank as number `adapter`, int64 (1,); 0 stores nothing.  `factors`, float32, by the names of Alike:
+        down (layers, rank, in) and up (layers, out, rank), as PEFT's lora_A and lora_B; pad a smaller rank with zeros.  `scale`,
+        float32 (1,), is multiplied into `up`.
 
-        Gives `finite`, bool (): where it is not so, in the dtype of the bank, the adapter has become zeros.
+        Returns `finite`, bool (): False if a factor is not finite in the bank's dtype; the adapter is then set to zeros.
         """
-        row, there = (adapter - 1).clamp(min=0), adapter > 0
+        row, enabled = (adapter - 1).clamp(min=0), adapter > 0
         rows = []
         for name, (down, up) in factors.items():
             bank = self.adapters.get_submodule(name)
@@ -118,7 +118,7 @@ class AdaptedLM(CausalLM):
         finite = torch.stack([new.isfinite().all() for _, new in rows]).all()
         for old, new in rows:
             new = torch.where(finite, new, 0).unsqueeze(1)
-            old[:, row] = torch.where(there.view(1, -1, 1, 1), new, old[:, row])
+            old[:, row] = torch.where(enabled.view(1, -1, 1, 1), new, old[:, row])
         return {"finite": finite}
 
     def _choose(self, adapter: Tensor) -> None:
@@ -127,7 +127,7 @@ class AdaptedLM(CausalLM):
 
 
 def adapter_inputs(alike: Sequence[Alike], adapters: int, rank: int) -> tuple[object, ...]:
-    """Example inputs of `load_adapter`."""
+    """Returns example inputs of `load_adapter`."""
     factors = {
         layers.name: (
             torch.randn(len(layers.paths), rank, layers.inputs) / layers.inputs**0.5,
@@ -139,7 +139,7 @@ def adapter_inputs(alike: Sequence[Alike], adapters: int, rank: int) -> tuple[ob
 
 
 def with_adapters(self: Any, x: Tensor) -> Tensor:
-    """The forward of a layer, x (..., in), lane behind lane, with what each lane's adapter adds."""
+    """Runs the forward of a layer and adds the adapter of each lane.  x: (..., in), the tokens of lane after lane."""
     output: Tensor = type(self).forward(self, x)
     share: Share = self.share
     mask = share.choice.mask
@@ -151,32 +151,32 @@ def with_adapters(self: Any, x: Tensor) -> Tensor:
 
 
 def alike_layers(network: PreTrainedModel) -> list[Alike]:
-    """The layers that get adapters, in the order of the model: linear ones that see all tokens of a call, lane behind lane, but not
-    the head.  Raises language-model-refused where there are none."""
+    """Groups the layers that get adapters, in the model's order: linear layers that see all tokens of a call, except the head.
+    Raises language-model-refused if there are none."""
     runs: dict[tuple[str, str, int, int], list[list[int]]] = {}
     for path, (inputs, outputs) in seen_layers(network).items():
-        parted = re.match(r"(.*?)\.(\d+)(\..*)", path)
-        before, number, behind = parted.groups() if parted else (path, "-1", "")
-        rows = runs.setdefault((before, behind, inputs, outputs), [])
+        match = re.match(r"(.*?)\.(\d+)(\..*)", path)
+        prefix, number, suffix = match.groups() if match else (path, "-1", "")
+        rows = runs.setdefault((prefix, suffix, inputs, outputs), [])
         if rows and rows[-1][-1] == int(number) - 1:
             rows[-1].append(int(number))
         else:
             rows.append([int(number)])
     layer_groups = []
-    for (before, behind, inputs, outputs), rows in runs.items():
+    for (prefix, suffix, inputs, outputs), rows in runs.items():
         for row in rows:
-            several = row[0] >= 0
-            name = f"{before}.{row[0]}-{row[-1]}{behind}" if several else before
-            paths = tuple([f"{before}.{number}{behind}" for number in row]) if several else (before,)
+            numbered = row[0] >= 0
+            name = f"{prefix}.{row[0]}-{row[-1]}{suffix}" if numbered else prefix
+            paths = tuple([f"{prefix}.{number}{suffix}" for number in row]) if numbered else (prefix,)
             layer_groups.append(Alike(name=name, paths=paths, inputs=inputs, outputs=outputs))
     if not layer_groups:
-        what = "no linear layer sees all tokens of a call, so that none can have adapters"
-        raise refusal(network.config, what, "leave --adapters out")
+        problem = "no linear layer sees all tokens of a call, so that none can have adapters"
+        raise refusal(network.config, problem, "leave --adapters out")
     return layer_groups
 
 
 def seen_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """The widths, (in, out), of those layers by their paths, as a call of LANES texts of TOKENS tokens shows them."""
+    """Returns the widths (in, out) of those layers by path.  Finds them with a call of LANES texts of TOKENS tokens."""
     head, widths, others = network.get_output_embeddings(), dict[str, tuple[int, int]](), set[str]()
     layers = {path: module for path, module in network.named_modules() if isinstance(module, nn.Linear | Conv1D | Int8Linear)}
 
@@ -190,20 +190,20 @@ def seen_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
         for path, layer in layers.items()
         if layer is not head
     ]
-    before = network.config._attn_implementation
+    implementation = network.config._attn_implementation
     network.set_attn_implementation("eager")
     try:
         with torch.no_grad():
             network(input_ids=torch.arange(LANES * TOKENS, device=next(network.parameters()).device).view(LANES, TOKENS))
     finally:
-        network.set_attn_implementation(before)
+        network.set_attn_implementation(implementation)
         for hook in hooks:
             hook.remove()
     return {path: pair for path, pair in widths.items() if path not in others}
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module:
-    """The module at a path below another, made where it is not there."""
+    """Returns the module at a path below another one, and creates missing modules."""
     for name in path.split("."):
         if name not in dict(root.named_children()):
             root.add_module(name, nn.Module())

@@ -1,9 +1,9 @@
-"""The cache of a call whose lanes lie side by side, as transformers' own code reads it: for models that compute attention
-themselves, and for those with layers that keep a state instead of keys and values.
+"""A cache for calls with one row per lane, with the interface of transformers' Cache.  It serves models that compute attention in
+their own code, and layers that keep a state instead of keys and values.
 
-transformers batches texts of different lengths by padding them on the left.  So does this: the last token of every lane is last in
-its row, and what the model's code finds in the cache are the keys of its lane in their order, with the newest last.  The attention
-mask says which are padding.  A state has a row for every slot; a text that begins has zeros.
+transformers pads texts of different lengths on the left, and so does this module: the last token of every lane is last in its row.
+The model reads from the cache the keys of its lane in order, the newest last.  The attention mask marks the padding.  A state has a
+row for every slot, and zeros for a new text.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..settings import PAGE
 
 
 class State(NamedTuple):
-    """What a layer carries from token to token: the last inputs of a convolution (`kind` "conv") or a sum of all tokens
-    ("recurrent"); the `number`-th of its kind in the layer; its shape for one lane."""
+    """The state of a layer from token to token: the last inputs of a convolution (`kind` "conv") or a sum over all tokens
+    ("recurrent"). `number`: its index among the layer's states of that kind; `shape`: for one lane."""
 
     kind: str
     layer: int
@@ -32,11 +32,11 @@ class State(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a model keeps of the tokens before: `layers` with keys, `numbers` of these by their number among all layers, and
-    `states`.  `by_lane`: it is called with a row for every lane, and a LaneCache; else with all tokens in one row.
+    """What a model keeps of earlier tokens: `layers` with keys; `numbers`, which maps numbers of all layers to indices in `layers`;
+    and `states`. `by_lane`: calls have a row for every lane and a LaneCache; else all tokens are in one row.
 
-    An index of tokens, by which a layer chooses those that it attends to, has a number as ("index", layer): one half of its keys
-    lies among the keys, the other among the values.
+    A sparse-attention index of a layer has the number ("index", layer): half of its keys is stored as keys, the other half as
+    values.
     """
 
     layers: list[Layer]
@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 
 
 class LayerStates(NamedTuple):
-    """The states of a layer by number, where transformers before get_conv_state() reads them (5.17; 5.23 has it)."""
+    """The states of a layer by number, for transformers without get_conv_state() (5.17; 5.23 has it)."""
 
     conv_states: dict[int, Tensor]
     recurrent_states: dict[int, Tensor]
@@ -55,16 +55,16 @@ class LayerStates(NamedTuple):
 
 
 class LaneCache(Cache):
-    """transformers' cache for one call of the network, which leaves the new states in `states`.
+    """transformers' cache for one call of the network.  Afterwards `states` contains the new states.
 
-    `tokens`: where keys and values go.
+    `tokens`: where keys and values are written.
     """
 
     def __init__(self, tokens: Pages | Loop, kept: Kept, states: Sequence[Tensor]) -> None:
         self.tokens, self.numbers = tokens, kept.numbers
         self.rows = {(state.kind, state.layer, state.number): row for row, state in enumerate(kept.states)}
-        self.states = [state.clone() for state in states]  # which the model's code writes to
-        self.depth = max([0, *[state.layer + 1 for state in kept.states]])  # Dynamo takes no default
+        self.states = [state.clone() for state in states]  # the model's code writes to them
+        self.depth = max([0, *[state.layer + 1 for state in kept.states]])  # Dynamo does not support `default`
         self.width = tokens.pages.shape[1] * PAGE
 
     @property
@@ -75,7 +75,7 @@ class LaneCache(Cache):
         return layers
 
     def mask(self) -> Tensor:
-        """Which of the last `width` tokens of every lane there are, int64 (batch, width); a lane that is off has one."""
+        """Returns int64 (batch, width), 1 for the last tokens that exist in every lane; a lane that is off has one."""
         step = torch.arange(self.width, device=self.tokens.start.device)
         return ((step >= self.width - self.tokens.ends()[:, None]) | (step == self.width - 1)).long()
 
@@ -110,7 +110,7 @@ class LaneCache(Cache):
         return self.states[row]
 
     def get_linear_cache(self, layer_idx: int) -> Tensor:
-        """MiniMax's name of it."""
+        """MiniMax's name for it."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""RecurrentGemma's states in the cache that a call is given: transformers (5.17, 5.23) keeps them as attributes of its modules."""
+"""Keeps RecurrentGemma's states in the cache of a call: transformers (5.17, 5.23) keeps them as attributes of its modules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .lane_cache import Kept, State
 BLOCK = "RecurrentGemmaRecurrentBlock"
 UNIT = ("num_attention_heads", "block_width", "recurrent_param", "input_gate_weight", "input_gate_bias", "recurrent_gate_weight",
         "recurrent_gate_bias")  # fmt: skip
-"""What the code of a gated linear recurrent unit reads of its module."""
+"""Attributes that the code of a gated linear recurrent unit reads from its module."""
 
 
 class Unit:
-    """Stands for the module of a gated linear recurrent unit in one call of its code, which writes the new state to it."""
+    """Replaces the module of a gated linear recurrent unit for one call of its code, which stores the new state on it."""
 
     def __init__(self, module: Any, states: Tensor) -> None:
         for name in UNIT:
@@ -32,7 +32,7 @@ def one_token(
     block: Any, input_states: Tensor, position_ids: Tensor, attention_mask: Any, use_cache: bool = False, *,
     past_key_values: Any, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The block's forward for one token of each lane, input_states (batch, 1, width)."""
+    """Replaces the block's forward for one token of each lane, input_states (batch, 1, width)."""
     branch = block.act_fn(block.linear_y(input_states))
     rows = past_key_values.update_conv_state(block.linear_x(input_states).transpose(1, 2), block.layer)
     rows = (rows * block.conv_1d.weight[:, 0, :]).sum(-1) + block.conv_1d.bias
@@ -42,9 +42,9 @@ def one_token(
     return block.linear_out(mixed * branch), None
 
 
-def states_in_cache(network: nn.Module, kept: Kept) -> Kept:
-    """Makes the recurrent blocks take their states from the cache, and adds these to what the model keeps."""
-    states = list(kept.states)
+def states_in_cache(network: nn.Module, contents: Kept) -> Kept:
+    """Makes the recurrent blocks use states from the cache, and adds these to what the model keeps."""
+    states = list(contents.states)
     blocks = [layer.temporal_block for layer in network.get_decoder().layers]
     for number, block in enumerate(blocks):
         if type(block).__name__ == BLOCK:
@@ -52,4 +52,4 @@ def states_in_cache(network: nn.Module, kept: Kept) -> Kept:
             weight = block.conv_1d.weight
             states.append(State("conv", number, 0, (weight.shape[0], weight.shape[2] - 1), weight.dtype))
             states.append(State("recurrent", number, 0, (weight.shape[0],), torch.float32))
-    return kept._replace(states=states)
+    return contents._replace(states=states)

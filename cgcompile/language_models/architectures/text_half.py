@@ -1,7 +1,7 @@
-"""The text half of a model that also reads images or sound: its decoder and its head, in the code of the whole model.
+"""The text part of a model that also reads images or sound: decoder and head, with the code of the whole model.
 
-A causal language model of the same decoder may give other logits: that of Cohere 2 scales them, and Aya Vision, which has this
-decoder, does not.  So transformers makes and loads the whole model, from which all other parts are taken away.
+A causal language model with the same decoder may give other logits: Cohere 2 scales them, and Aya Vision with the same decoder does
+not.  So transformers creates and loads the whole model, and all other parts are removed.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from transformers import (
 )
 
 WHOLE = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
-"""What makes models that read more than text."""
+"""Auto classes of models that read more than text."""
 
 
 def maker(config: PretrainedConfig) -> Any:
-    """The class of transformers that makes and loads the model that writes text; None where it has none."""
+    """Returns the auto class of transformers that creates and loads the model that writes text, or None."""
     kinds = (AutoModelForCausalLM, *(WHOLE if "text_config" in config.sub_configs else ()))
     return next((kind for kind in kinds if type(config) in kind._model_mapping), None)
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of that model."""
+    """Returns the class of that model, or None."""
     kind = maker(config)
-    wanted = None if kind is None else kind._model_mapping[type(config)]
-    return wanted[0] if isinstance(wanted, tuple) else wanted
+    model = None if kind is None else kind._model_mapping[type(config)]
+    return model[0] if isinstance(model, tuple) else model
 
 
 def without_other_parts(network: PreTrainedModel) -> PreTrainedModel:
-    """The model without what reads images and sound."""
+    """Removes the parts that read images and sound."""
     if not any(type(network.config) in kind._model_mapping for kind in WHOLE):
         return network
     kept = {network.get_decoder(), network.get_output_embeddings()}

@@ -1,1 +1,1 @@
-"""Whether a model gives over pages the text that transformers gives: what is asked of it before a build."""
+"""Checks before a build that a model over pages gives the same text as transformers."""

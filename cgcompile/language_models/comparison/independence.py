@@ -1,7 +1,7 @@
-"""Whether a token's way through a model, attention left out, depends on its own id and place alone.
+"""Checks that a token's result, except for attention, depends only on its id and position.
 
-Requests share calls, one lane behind the other in one row of tokens.  A convolution or a recurrence would mix them; positions that
-the model counts itself would be those of the row.
+Requests share calls, with their lanes concatenated in one row of tokens.  A convolution or recurrence would mix them, and a model
+that counts positions itself would count those of the row.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .probe import ANOTHER, Probe
 from .refusal import error_text, refusal
 
 FAR = 90
-"""A place beyond every window, chunk and original context of a small copy."""
+"""A position beyond every window, chunk and original context of a small copy."""
 
 
 def check_independence(model: Any) -> None:
-    """Raises language-model-refused where a token's result depends on others of the call.  `model`: a CausalLM, of a small copy."""
+    """Raises language-model-refused if a token's result depends on other tokens.  `model`: a CausalLM of a small copy."""
     config = model.network.config
     if model.kept.by_lane:
         check_places(model)
@@ -41,14 +41,14 @@ def check_independence(model: Any) -> None:
     if not torch.allclose(plain[2], other[2], rtol=1e-3, atol=1e-4):
         name = next(name for name, rows in seen if not same_last(rows, moved, name))
         part = model.network.get_submodule(name if "rope" in name or "rotary" in name else name.rpartition(".")[0])
-        what = f"a token's result depends on the other tokens of a call beside attention, in {type(part).__name__}"
-        raise refusal(config, what, "serve it with transformers; what a layer carries from token to token has no pages")
+        problem = f"a token's result depends on the other tokens of a call beside attention, in {type(part).__name__}"
+        raise refusal(config, problem, "serve it with transformers; what a layer carries from token to token has no pages")
     if not torch.allclose(plain[2], first[0], rtol=1e-3, atol=1e-4):
         raise refusal(config, "it counts positions itself, instead of taking position_ids", ANOTHER)
 
 
 def check_places(model: Any) -> None:
-    """Raises language-model-refused where the same text is read differently behind more padding.  `model` is called by lane."""
+    """Raises language-model-refused if more padding changes the result.  `model`: called with a row for every lane."""
     ids, count, start = torch.arange(4, 9)[None], torch.tensor([5]), torch.tensor([0])
     greedy = Sampling(*[torch.tensor([value]) for value in GREEDY])
     length = [count] if model.by_length else []
@@ -63,19 +63,19 @@ def check_places(model: Any) -> None:
     except Exception as error:
         raise refusal(model.network.config, f"its code does not run over pages: {error_text(error)}", ANOTHER) from error
     if not torch.allclose(near, far, rtol=1e-3, atol=1e-3):
-        what = "it counts positions itself, instead of taking position_ids"
-        raise refusal(model.network.config, what, ANOTHER)
+        problem = "it counts positions itself, instead of taking position_ids"
+        raise refusal(model.network.config, problem, ANOTHER)
 
 
 class AnyMask(Probe):
-    """A probe of calls with places in any order, of which masks say something else."""
+    """A probe for calls with positions in any order, which do not match the masks."""
 
     def seen(self, layer: int, mask: object) -> tuple[int, int]:
         return 0, 0
 
 
 def run(model: Any, ids: list[int], places: list[int]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
-    """The logits of every token, and what each part of the model gave, by its name, in order."""
+    """Returns the logits of every token, and the name and output of each module in order."""
     outputs: list[tuple[str, Tensor]] = []
 
     def noting(name: str) -> Callable[..., None]:
@@ -98,5 +98,5 @@ def run(model: Any, ids: list[int], places: list[int]) -> tuple[Tensor, list[tup
 
 
 def same_last(rows: Tensor, others: list[tuple[str, Tensor]], name: str) -> bool:
-    """Whether a part gave the last token the same in both runs."""
+    """Returns whether a module gave the last token the same result in both runs."""
     return any(name == other and torch.allclose(rows[0, -1], value[0, -1], rtol=1e-3, atol=1e-4) for other, value in others)

@@ -1,8 +1,7 @@
-"""What each layer of a model hands to attention, seen in one small call: heads, dims, and which tokens its mask shows.
+"""Finds out in one small call what each layer passes to attention: heads, dims, and which tokens its mask shows.
 
-transformers says in masks alone which tokens attend to which: sliding windows, chunks, prefixes.  Attention over pages makes no
-masks.  So the probe takes the place of both functions, reads the rule that each layer's mask was to be made from, and refuses by
-name what attention over pages does not do.
+transformers expresses only in masks which tokens attend to which: sliding windows, chunks, prefixes.  Attention over pages makes no
+masks.  So the probe replaces attention and mask functions, reads the rule of each layer's mask, and refuses unsupported ones.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from ..architectures.text_half import model_class
 from .refusal import error_text, refusal
 
 TOKENS = 3
-"""Tokens of the call: more than one, because models treat a single token differently."""
+"""Tokens of the call: more than one, because models handle a single token differently."""
 
 HARMLESS = {
     "dropout", "sliding_window", "position_ids", "use_cache", "is_causal", "output_attentions", "cache_position",
     "output_router_logits", "output_hidden_states", "return_dict", "logits_to_keep", "layer_idx",
 }  # fmt: skip
-"""Arguments beside those of `attention` that change nothing, or are read from the mask."""
+"""Additional arguments of attention that have no effect, or whose effect is read from the mask."""
 
 PLAIN = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Types of layers that keep nothing but keys and values of tokens."""
+"""Types of layers that keep only keys and values."""
 
 ANOTHER = "serve it with transformers; attention over pages is causal, in sliding windows or in chunks"
 
 
 class Layer(NamedTuple):
-    """A layer's `heads` of keys, the `dim` of its keys and values, and what a token sees of those before: the last `window`, or
-    those of its own `chunk`; 0 for all."""
+    """A layer: its key `heads`, the `dim` of its keys and values, and the earlier tokens that a token sees: the last `window`, or
+    those of its `chunk`; 0 for all."""
 
     heads: int
     dim: int
@@ -51,7 +50,7 @@ class Layer(NamedTuple):
 
 
 class MaskRule:
-    """Stands for a mask: the function of (batch, head, query, key) that transformers makes masks from.  Whoever computes with it
+    """Replaces a mask: the function of (batch, head, query, key) from which transformers makes masks.  Code that computes with it
     gets a TypeError or AttributeError."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -59,12 +58,12 @@ class MaskRule:
 
 
 def mask_rule(*, mask_function: Callable[..., Tensor], **_: object) -> MaskRule:
-    """What transformers calls for a mask."""
+    """The function that transformers calls to make a mask."""
     return MaskRule(mask_function)
 
 
 class Probe:
-    """Stands for a cache, and notes what every layer would put into it.  Each token gets what it brought itself, and no other's."""
+    """Replaces a cache and records what every layer would store.  Each token attends only to itself."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         self.config = config
@@ -83,27 +82,27 @@ class Probe:
         window, chunk = self.seen(layer, mask)
         self.layers[layer] = Layer(key.shape[1], max(key.shape[-1], value.shape[-1]), window, chunk)
         groups = query.shape[1] // value.shape[1]
-        brought = value + key.mean(-1, keepdim=True)
-        return (brought.repeat_interleave(groups, 1) + query.mean(-1, keepdim=True)).transpose(1, 2).contiguous()
+        mixed = value + key.mean(-1, keepdim=True)
+        return (mixed.repeat_interleave(groups, 1) + query.mean(-1, keepdim=True)).transpose(1, 2).contiguous()
 
     def seen(self, layer: int, mask: Any) -> tuple[int, int]:
-        """The window and the chunk of a layer's mask."""
+        """Returns the window and the chunk of a layer's mask."""
         if not isinstance(mask, MaskRule):
-            what = "no mask" if mask is None else "a mask of its own"
-            raise refusal(self.config, f"layer {layer} attends with {what}, and not with one of transformers' masks", ANOTHER)
+            problem = "no mask" if mask is None else "a mask of its own"
+            raise refusal(self.config, f"layer {layer} attends with {problem}, and not with one of transformers' masks", ANOTHER)
         if mask not in self.rules:
             context = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 4096
             seen = window_and_chunk(mask.function, context)
             if seen is None:
-                what = "neither causal, nor causal in a sliding window or in chunks (a prefix or blocks, say)"
-                raise refusal(self.config, f"the mask of layer {layer} is {what}", ANOTHER)
+                problem = "neither causal, nor causal in a sliding window or in chunks (a prefix or blocks, say)"
+                raise refusal(self.config, f"the mask of layer {layer} is {problem}", ANOTHER)
             self.rules[mask] = seen
         return self.rules[mask]
 
 
 def window_and_chunk(function: Callable[..., Tensor], longest: int) -> tuple[int, int] | None:
-    """The window and the chunk of a rule for masks, one of them 0 or both; None for another rule.  A longer window than the
-    `longest` text is none."""
+    """Returns the window and chunk of a mask's rule, at least one of them 0; None for another rule.  A window longer than the
+    `longest` text counts as none."""
     longest = min(max(longest, 4096), 1 << 20)
 
     def shows(query: Tensor, key: Tensor) -> Tensor:
@@ -112,9 +111,9 @@ def window_and_chunk(function: Callable[..., Tensor], longest: int) -> tuple[int
     try:
         size = int(shows(torch.arange(longest, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")).sum())
         generator = torch.Generator("cpu").manual_seed(0)
-        draw = torch.randint(longest, (60,), generator=generator, device="cpu")
+        sample = torch.randint(longest, (60,), generator=generator, device="cpu")
         marks = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 3 * size, longest - 1], device="cpu")
-        query = torch.cat([marks, draw, draw // size * size]).clamp(0, longest - 1)
+        query = torch.cat([marks, sample, sample // size * size]).clamp(0, longest - 1)
         near = [query + step for step in (-size - 1, -size, -size + 1, -1, 0, 1)]
         key = torch.cat([*near, query // size * size - 1, query // size * size]).clamp(0, longest - 1)
         query = query[:, None]
@@ -125,7 +124,7 @@ def window_and_chunk(function: Callable[..., Tensor], longest: int) -> tuple[int
             return size, 0
         if torch.equal(shown, causal & (key // size == query // size)):
             return 0, size
-    except (IndexError, ZeroDivisionError, RuntimeError):  # a rule over the tokens of one call
+    except (IndexError, ZeroDivisionError, RuntimeError):  # the rule supports only the tokens of one call
         pass
     return None
 
@@ -134,10 +133,10 @@ def probe_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, cache: Probe | None = None,
     scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls for attention."""
+    """The function that transformers calls for attention."""
     if cache is None:
-        what = f"{type(module).__name__} gets no argument that was given to the model: its layers pass none on"
-        raise refusal(module.config, what, ANOTHER)
+        problem = f"{type(module).__name__} gets no argument that was given to the model: its layers pass none on"
+        raise refusal(module.config, problem, ANOTHER)
     return cache.attend(module, query, key, value, attention_mask, others), None
 
 
@@ -146,11 +145,11 @@ AttentionMaskInterface.register("paged_probe", mask_rule)
 
 
 def probe_layers(network: PreTrainedModel) -> list[Layer]:
-    """The layers, by a call of `TOKENS` tokens.  Raises language-model-refused for what attention over pages does not serve."""
+    """Returns the layers, from a call of `TOKENS` tokens.  Raises language-model-refused for unsupported attention."""
     config = network.config
     probe = Probe(config)
     places = torch.arange(TOKENS, device=next(network.parameters()).device)[None]
-    before = config._attn_implementation
+    implementation = config._attn_implementation
     try:
         network.set_attn_implementation("paged_probe")
         with torch.no_grad():
@@ -158,16 +157,16 @@ def probe_layers(network: PreTrainedModel) -> list[Layer]:
     except ModelError:
         raise
     except Exception as error:
-        what = "it computes with its mask" if "MaskRule" in str(error) else "its code does not run over pages"
-        raise refusal(config, f"{what}: {error_text(error)}", ANOTHER) from error
+        problem = "it computes with its mask" if "MaskRule" in str(error) else "its code does not run over pages"
+        raise refusal(config, f"{problem}: {error_text(error)}", ANOTHER) from error
     finally:
-        network.set_attn_implementation(before)
+        network.set_attn_implementation(implementation)
     check_all(config, probe.layers)
     return [probe.layers[layer] for layer in range(len(probe.layers))]
 
 
 def check_kind(config: PretrainedConfig) -> None:
-    """Raises language-model-refused for a model that says so in its class or configuration: no weights are needed to know."""
+    """Raises language-model-refused if class or configuration show that the model is not supported.  Needs no weights."""
     try:
         config.get_text_config()
     except ValueError as error:
@@ -177,12 +176,12 @@ def check_kind(config: PretrainedConfig) -> None:
         raise refusal(config, "transformers has no causal language model of this type (AutoModelForCausalLM)", ANOTHER)
     prepare = kind.prepare_inputs_for_generation.__code__
     if "original_max_position_embeddings" in prepare.co_names and "next_sequence_length" not in prepare.co_consts:
-        what = "transformers' generate forgets the text before, where it passes original_max_position_embeddings tokens"
-        raise refusal(config, what, "try a later version of transformers: there is no right text to compare with")
+        problem = "transformers' generate forgets the text before, where it passes original_max_position_embeddings tokens"
+        raise refusal(config, problem, "try a later version of transformers: there is no right text to compare with")
 
 
 def takes_paged(config: PretrainedConfig) -> bool:
-    """Whether a model hands keys and values to another attention than its own, in every layer."""
+    """Returns whether every layer of a model can use another attention function than its own."""
     kind = model_class(config)
     if kind is None or not set(getattr(config.get_text_config(), "layer_types", None) or ()) <= PLAIN:
         return False
@@ -195,14 +194,14 @@ def check_all(config: PretrainedConfig, layers: Mapping[int, Layer]) -> None:
     count = max(getattr(text, "num_hidden_layers", 0), *layers, 1)
     missing = [layer for layer in range(count) if layer not in layers]
     if missing:
-        what = f"layers {', '.join(map(str, missing))} hand no keys to attention"
-        raise refusal(config, what, "serve it with transformers; a layer that keeps a state of its own has no pages")
+        problem = f"layers {', '.join(map(str, missing))} hand no keys to attention"
+        raise refusal(config, problem, "serve it with transformers; a layer that keeps a state of its own has no pages")
 
 
 def check_windows(config: PretrainedConfig, layers: Sequence[Layer]) -> None:
-    """Raises language-model-refused where `generate` forgets tokens that a layer's mask shows."""
+    """Raises language-model-refused if `generate` drops tokens that a layer's mask shows."""
     for number, cache in enumerate(DynamicCache(config=config.get_text_config()).layers):
-        kept = getattr(cache, "sliding_window", None)
-        if kept and number < len(layers) and kept != (layers[number].window or layers[number].chunk):
-            what = f"the cache of layer {number} keeps {kept} tokens, and its mask shows {layers[number].window or 'all'}"
-            raise refusal(config, what, ANOTHER)
+        window = getattr(cache, "sliding_window", None)
+        if window and number < len(layers) and window != (layers[number].window or layers[number].chunk):
+            problem = f"the cache of layer {number} keeps {window} tokens, and its mask shows {layers[number].window or 'all'}"
+            raise refusal(config, problem, ANOTHER)

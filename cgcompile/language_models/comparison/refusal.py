@@ -1,4 +1,4 @@
-"""Why a model cannot be served from pages: the model type, the feature, and what to do."""
+"""Errors for models that cannot be served from pages: the model type, the feature, and a remedy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ...errors import ModelError
 
 
 def refusal(config: PretrainedConfig, feature: str, remedy: str) -> ModelError:
-    """The error to raise for a model of this configuration."""
+    """Returns the error for a model with this configuration."""
     return ModelError("language-model-refused", f"model_type {config.model_type}: {feature}", remedy)
 
 
 def error_text(error: BaseException) -> str:
-    """The error and the line of transformers that raised it."""
+    """Returns the text of an error and the line of transformers that raised it."""
     if isinstance(error, KeyError):
         return f"it looks for {error}, which is not there{place_of(error)}"
     lines = str(error).strip().splitlines() or ["no message"]
@@ -23,6 +23,6 @@ def error_text(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """` (modeling_llama.py:12)`, the line of transformers that raised an error, or ""."""
+    """Returns ` (modeling_llama.py:12)`, the line of transformers that raised an error, or ""."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/transformers/models/" in frame.filename]
     return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""

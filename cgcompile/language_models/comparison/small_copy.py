@@ -1,6 +1,6 @@
-"""A small copy of a model's configuration: few layers, small widths, and windows, chunks and original contexts of a few tokens.
+"""Makes a small copy of a model's configuration: few layers, small widths, and windows, chunks and contexts of a few tokens.
 
-What the copy computes has every feature of the model; what a long text shows in the model, a short one shows in the copy.
+The copy has every feature of the model, and a short text tests in the copy what a long text tests in the model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 WINDOW, CHUNK, CONTEXT = 8, 12, 24
-"""Tokens of a sliding window, of a chunk of attention, and of the context that a rope was scaled from."""
+"""Tokens of a sliding window, of a chunk of attention, and of the original context of a scaled rope."""
 
 DIM, VOCABULARY = 16, 160
 
@@ -31,7 +31,7 @@ FIXED: dict[str, int] = {
     "qk_head_dim": 2 * DIM,
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 32),
 }  # fmt: skip
-"""What a number becomes."""
+"""The new value of a number."""
 
 MOST: dict[str, int] = {
     **dict.fromkeys(
@@ -51,38 +51,38 @@ MOST: dict[str, int] = {
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
     "kv_n_heads": 2, "rotary_dim": DIM, "max_window_layers": 1, "num_nextn_predict_layers": 0, "index_topk": 8, "index_n_heads": 16,
 }  # fmt: skip
-"""What a number becomes where it is more."""
+"""The maximum of a number."""
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size", "embed_dim")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "depth")
 INDEXES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs", "kv_shared_layers", "hybrid_layer_ids")
-"""Lists of numbers of layers, and no values of each layer."""
+"""Lists of layer numbers, which do not have a value for each layer."""
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration with everything small.  Raises what the configuration's class raises where sizes do not fit together."""
+    """Returns a configuration with small sizes.  Raises the errors of the configuration's class if sizes do not fit together."""
     values = shrunk(config.to_dict())
     return type(config)(**{name: value for name, value in values.items() if name not in ("transformers_version", "dtype")})
 
 
 def shrunk(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a configuration, those of its parts among them, made small."""
+    """Reduces the values of a configuration and of its parts."""
     values = copy.deepcopy(values)
     for name, value in values.items():
         if isinstance(value, dict) and name not in ("rope_parameters", "rope_scaling", "per_layer_config"):
             values[name] = shrunk(value)
     text = values.get("text_config")
     for part in values.values():
-        if isinstance(text, dict) and isinstance(part, dict):  # what reads images ends in the width of the text model
+        if isinstance(text, dict) and isinstance(part, dict):  # an image encoder has outputs of the text model's width
             part |= {
                 name: text["hidden_size"]
                 for name in ("out_hidden_size", "adapter_out_dim")
                 if name in part and "hidden_size" in text
             }
     parts = [values.get(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-    whole = all(parts) and sum(parts) == values.get("head_dim")
+    split_head = all(parts) and sum(parts) == values.get("head_dim")
     values = fewer_layers(values)
     values = fewer_heads(values)
     for name, value in values.items():
@@ -98,28 +98,28 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
             values[name] = 3
         elif name in ("pad_token_id", "bos_token_id", "eos_token_id") and isinstance(value, list):
             values[name] = 2
-    if whole:
+    if split_head:
         values["head_dim"] = 2 * DIM
-    if isinstance(layers := values.get("per_layer_config"), dict):  # what some layers have instead
+    if isinstance(layers := values.get("per_layer_config"), dict):  # overrides for some layers
         values["per_layer_config"] = {layer: shrunk_layer(changes) for layer, changes in layers.items()}
     return small_context(values)
 
 
 def shrunk_layer(changes: dict[str, Any]) -> dict[str, Any]:
-    """What one layer has instead, made small and still another than that of most layers."""
+    """Reduces the overrides of one layer, so that they still differ from other layers."""
     other = {"head_dim": 2 * DIM} | ({} if "num_attention_heads" in changes else dict.fromkeys(KEY_HEADS, 1))
     return {name: other.get(name, shrunk({name: value})[name]) for name, value in changes.items()}
 
 
 def fewer_heads(values: dict[str, Any]) -> dict[str, Any]:
-    """At most two heads of keys and three of queries for each, of DIM dims, and as wide as they are together."""
-    least = 4 if values.get("model_type") == "codegen" else 1  # whose projection is cut into four
+    """Reduces to at most two key heads with three query heads each, of DIM dims, and sets matching widths."""
+    minimum = 4 if values.get("model_type") == "codegen" else 1  # its projection is split into four
     for prefix in ("", "swa_"):
         heads = next((values[prefix + name] for name in HEADS if isinstance(values.get(prefix + name), int)), 0)
         if not heads:
             continue
         key_heads = next((values[prefix + name] for name in KEY_HEADS if isinstance(values.get(prefix + name), int)), heads)
-        few, groups = max(least, min(key_heads, 2)), min(max(1, heads // key_heads), 3)
+        few, groups = max(minimum, min(key_heads, 2)), min(max(1, heads // key_heads), 3)
         small = dict.fromkeys(HEADS, few * groups) | dict.fromkeys(KEY_HEADS, few)
         small |= {} if prefix else dict.fromkeys(WIDTHS, few * groups * DIM)
         values |= {prefix + name: size for name, size in small.items() if isinstance(values.get(prefix + name), int)}
@@ -135,19 +135,19 @@ def fewer_heads(values: dict[str, Any]) -> dict[str, Any]:
         "attention_head_dim": 2 * width // max(1, heads), "num_query_groups": heads,
     }  # fmt: skip
     values |= {name: value for name, value in derived.items() if isinstance(values.get(name), int)}
-    if values.get("model_type") == "mamba2":  # whose heads are those of the state
+    if values.get("model_type") == "mamba2":  # its heads are those of the state
         values |= {"num_heads": values["expand"] * width // DIM}
     return values
 
 
 def fewer_layers(values: dict[str, Any]) -> dict[str, Any]:
-    """One layer of every kind that there is, and at least two."""
+    """Keeps one layer of every kind, and at least two layers."""
     count = next((values[name] for name in LAYERS if isinstance(values.get(name), int)), 0)
     lists = {
         name: value for name, value in values.items() if isinstance(value, list) and len(value) == count and name not in INDEXES
     }
     overrides = {int(layer): value for layer, value in (values.get("per_layer_config") or {}).items()}
-    producers = count - (values.get("num_kv_shared_layers") or 0)  # the last layers take others' keys
+    producers = count - (values.get("num_kv_shared_layers") or 0)  # the last layers use keys of other layers
     kinds: dict[tuple[str, ...], int] = {}
     for layer in range(count):
         kind = [repr(value[layer]) for value in lists.values()]
@@ -162,7 +162,7 @@ def fewer_layers(values: dict[str, Any]) -> dict[str, Any]:
         layers = list(range(2))
     if isinstance(pattern := values.get("block_types"), list):
         layers = list(range(len(pattern)))
-    if isinstance(values.get("num_layers_per_stack"), int):  # of stacks that every token goes through several times
+    if isinstance(values.get("num_layers_per_stack"), int):  # stacks of layers that are applied several times
         values |= {"num_layers_per_stack": 1}
         layers = list(range(values["H_cycles"] * (values["L_cycles"] + 1)))
     for name in LAYERS:
@@ -181,7 +181,7 @@ def fewer_layers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def small_context(values: dict[str, Any]) -> dict[str, Any]:
-    """Ropes that are scaled from CONTEXT tokens, by the factors that they had."""
+    """Sets the original context of scaled ropes to CONTEXT tokens, and keeps their factors."""
     ropes = values.get("rope_parameters") or values.get("rope_scaling")
     if not isinstance(ropes, dict):
         return values
@@ -202,14 +202,14 @@ def small_context(values: dict[str, Any]) -> dict[str, Any]:
             if name in rope:
                 rope[name] = [rope[name][len(rope[name]) * number // angles] for number in range(angles)]
         if values.get("model_type", "").startswith(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "paddleocr", "glm4v", "glm_ocr")):
-            rope.setdefault("mrope_section", [1, 1, 1])  # their own defaults are of the widths that their models have
+            rope.setdefault("mrope_section", [1, 1, 1])  # the default is for the original widths
         if "mrope_section" in rope:
             rope["mrope_section"] = sections(rope["mrope_section"], angles)
     return values
 
 
 def sections(counts: list[int], total: int) -> list[int]:
-    """The shares of `counts` in `total`."""
+    """Distributes `total` in proportion to `counts`."""
     shares = [max(1, math.floor(count * total / sum(counts))) for count in counts]
     shares[0] += total - sum(shares)
     return shares

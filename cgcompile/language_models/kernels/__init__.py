@@ -1,1 +1,1 @@
-"""Kernels for GPUs in Triton, and the same with PyTorch's operations."""
+"""Triton kernels for GPUs, and the same functions with PyTorch's operations."""

@@ -1,8 +1,8 @@
 """Attention of one token of each lane to the pages of its cache: Triton kernels for GPUs, PyTorch's operations elsewhere.
 
-Flash decoding: the live tokens of a lane are dealt out in blocks to the programs of each key head, which read them once for all
-query heads that share it; a second kernel adds their parts up.  How many programs there are follows from recorded sizes, so that
-one lane keeps the GPU busy, too.  Those without a live block write nothing, and nothing of theirs is added.
+Flash decoding: the programs of each key head process the lane's tokens in blocks, and read them once for all query heads that share
+it. A second kernel combines their partial results.  The number of programs follows from recorded sizes, so that a single lane uses
+the whole GPU, too.  Programs without a block write nothing, and the second kernel skips them.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 BLOCK, WARPS, STAGES = 32, 4, 3
-"""Tokens that a program reads at a time, and how Triton compiles it: of 24 ways the best on an H100 (1 to 32 lanes, 1k to 16k)."""
+"""Tokens that a program reads at a time, and Triton's options: the fastest of 24 settings on an H100 (1 to 32 lanes, 1k to 16k)."""
 
 PROGRAMS = 264
-"""So many programs are asked for: 2 for each of the 132 multiprocessors of an H100 or H200."""
+"""Target number of programs: 2 for each of the 132 multiprocessors of an H100 or H200."""
 
 PARTS = 64
-"""Into as many parts a lane is cut at most."""
+"""Maximum number of parts of a lane."""
 
 
 def paged_decode(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float, on_gpu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """query (batch, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> what the tokens
-    before `length` (batch,) and up to `place` (batch,), the query's own, give: float32 (batch, heads, dim), and the logarithm of
-    the sum that it was divided by, float32 (batch, heads); zeros and -inf where there is none.
+    """query (batch, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> attention to the
+    tokens before `length` (batch,) and up to `place` (batch,), the query's position: float32 (batch, heads, dim), and the logarithm
+    of the sum of the weights, float32 (batch, heads); zeros and -inf if there are no tokens.
 
-    `window`: how many tokens up to `place` are seen, 0 for all; `chunk`: those since its last multiple are seen, 0 for all;
-    `softcap`: 0.0 for none; `sinks`: (heads,); `on_gpu`: by kernels.
+    `window`: how many tokens up to `place` are visible, 0 for all; `chunk`: those since its last multiple are visible, 0 for all;
+    `softcap`: 0.0 for none; `sinks`: (heads,); `on_gpu`: uses kernels.
     """
-    way = launch if on_gpu else plain
-    return way(query, keys, values, pages, place, length, sinks, scale, window, chunk, softcap)
+    function = launch if on_gpu else plain
+    return function(query, keys, values, pages, place, length, sinks, scale, window, chunk, softcap)
 
 
 def plain(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same with PyTorch's operations, over the whole width of the block table."""
+    """`paged_decode` with PyTorch's operations, over the whole width of the block table."""
     key, value = [together(cache, pages) for cache in (keys, values)]
     token = torch.arange(key.shape[2], device=query.device)
     seen = (token < length[:, None]) & (token <= place[:, None])
@@ -54,16 +54,16 @@ def plain(
 
 
 def together(cache: Tensor, pages: Tensor) -> Tensor:
-    """(pages, key heads, PAGE, dim) -> the pages of each lane in one piece, (batch, key heads, blocks * PAGE, dim)."""
+    """(pages, key heads, PAGE, dim) -> the pages of each lane concatenated, (batch, key heads, blocks * PAGE, dim)."""
     return cache[pages].transpose(1, 2).flatten(2, 3)
 
 
 def partials(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a token (batch, heads, dim) to key and value (batch, key heads, tokens, dim), of which it sees `seen`, bool
-    (batch, tokens); and the logarithm of the sum.  As `paged_decode` gives them."""
-    # heads stay in two axes: one axis of both would have a stride that torch 2.11 takes for a condition on the number of tokens
+    """Attention of a token (batch, heads, dim) to key and value (batch, key heads, tokens, dim) where `seen`, bool (batch, tokens),
+    is true.  Returns the same two tensors as `paged_decode`."""
+    # Keep the heads in two axes: a combined axis has a stride that torch 2.11 treats as a condition on the number of tokens.
     heads = (key.shape[1], query.shape[1] // key.shape[1])
     rows = query.unflatten(1, heads).float()  # (batch, *heads, dim)
     products = rows @ key.float().transpose(-2, -1) * scale
@@ -86,7 +86,7 @@ def by_kernel(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`paged_decode` by two kernels."""
+    """`paged_decode` with two kernels."""
     query = query.contiguous()
     batch, heads, dim = query.shape
     key_heads, page = keys.shape[1:3]
@@ -96,7 +96,7 @@ def by_kernel(
     tops = query.new_empty((batch, heads, parts, 2), dtype=torch.float32)
     mixed = query.new_empty((batch, heads, dim), dtype=torch.float32)
     total = query.new_empty((batch, heads), dtype=torch.float32)
-    width = max(16, triton.next_power_of_2(dim))  # tl.dot takes no fewer
+    width = max(16, triton.next_power_of_2(dim))  # minimum of tl.dot
     groups = heads // key_heads
     wrap_triton(read_part)[(parts, key_heads, batch)](
         query, keys, values, pages, place, length, sums, tops, pages.shape[1], parts,
@@ -113,7 +113,7 @@ def by_kernel(
 
 
 launch = triton_op("language_model::paged_decode", by_kernel, mutates_args=())
-launch.register_kernel("cpu")(plain)  # what cross-compiling runs the model with
+launch.register_kernel("cpu")(plain)  # cross-compiling runs the model on the CPU
 
 
 @launch.register_fake
@@ -130,12 +130,12 @@ def read_part(
     SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every `parts`-th block of the live tokens of one lane, for the GROUPS query heads of one key head."""
+    """Processes every `parts`-th block of one lane's tokens, for the GROUPS query heads of one key head."""
     part, head, lane = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    here = tl.load(place + lane)
-    end = tl.minimum(tl.load(length + lane), here + 1)
-    # a whole block; the rest is masked.  Where all tokens are seen the first pages are known before the length is
-    begin = first_seen(here, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
+    position = tl.load(place + lane)
+    end = tl.minimum(tl.load(length + lane), position + 1)
+    # Begin at a whole block and mask the rest.  If all tokens are visible, pages are loaded before the length is known.
+    begin = first_seen(position, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
     first = begin + part * BLOCK
     step = tl.arange(0, BLOCK)
     table = pages + lane * blocks
@@ -144,8 +144,8 @@ def read_part(
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = column < DIM
     heads = head * GROUPS + row
-    asked = (lane * KEY_HEADS * GROUPS + heads)[:, None] * DIM + column[None]
-    q = tl.load(query + asked, mask=(row < GROUPS)[:, None] & inside[None], other=0.0)
+    offsets = (lane * KEY_HEADS * GROUPS + heads)[:, None] * DIM + column[None]
+    q = tl.load(query + offsets, mask=(row < GROUPS)[:, None] & inside[None], other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -160,7 +160,7 @@ def read_part(
         products = tl.dot(q, k, input_precision="ieee") * SCALE
         if SOFTCAP != 0.0:
             products = SOFTCAP * (1 - 2 / (1 + tl.exp(2 * products / SOFTCAP)))  # tanh
-        seen = live & (token >= first_seen(here, WINDOW, CHUNK)) if WINDOW or CHUNK else live
+        seen = live & (token >= first_seen(position, WINDOW, CHUNK)) if WINDOW or CHUNK else live
         products = tl.where(seen[None], products, float("-inf"))
         higher = tl.maximum(tl.maximum(top, tl.max(products, 1)), -3.0e38)  # -inf where nothing is seen
         weights = tl.exp(products - higher[:, None])
@@ -182,11 +182,11 @@ def add_parts(
     HEADS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All parts of one lane and one head that have something."""
+    """Combines the non-empty parts of one lane and one head."""
     lane, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    here = tl.load(place + lane)
-    end = tl.minimum(tl.load(length + lane), here + 1)
-    begin = first_seen(here, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
+    position = tl.load(place + lane)
+    end = tl.minimum(tl.load(length + lane), position + 1)
+    begin = first_seen(position, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
     part, column = tl.arange(0, PARTS), tl.arange(0, WIDTH)
     some = begin + part * BLOCK < end
     base = (lane * HEADS + head) * PARTS + part
@@ -209,7 +209,7 @@ def add_parts(
 
 @triton.jit
 def first_seen(here, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first token that the one at `here` sees."""
+    """Returns the first token that is visible at position `here`."""
     if WINDOW:
         return tl.maximum(here + 1 - WINDOW, 0)
     else:

@@ -1,9 +1,9 @@
-"""Weights of linear layers in 8 bits, with a scale for each row: half the bytes of bfloat16, and bytes are what a token costs.
+"""8-bit weights of linear layers, with a scale for each row: half the bytes of bfloat16, because memory traffic limits decoding.
 
     weight[row] = scale[row] * eight_bits[row], with scale[row] = max |weight[row]| / 127
 
-Activations stay as they are.  A Triton kernel for GPUs reads the bytes once for up to ROWS rows of activations and multiplies in
-the dtype of these; elsewhere PyTorch's operations do the same.
+Activations keep their dtype.  On a GPU a Triton kernel reads the weights once for up to ROWS rows of activations, and multiplies in
+the activations' dtype; elsewhere PyTorch's operations do the same.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from transformers.pytorch_utils import Conv1D
 from .processor import int8_linear
 
 ROWS = 64
-"""Rows of activations that a program multiplies at most."""
+"""Maximum rows of activations of a program."""
 
 COLUMNS, DEPTH, WARPS, STAGES = 32, 256, 4, 4
-"""Rows of weights that a program reads, how much of them at a time where there are few rows of activations (else a quarter, for the
-sake of shared memory), and how Triton compiles it."""
+"""Rows of weights of a program, the elements of a row that it reads at a time for few activations (else a quarter, because of
+shared memory), and Triton's options."""
 
 
 class Int8Linear(nn.Module):
-    """A linear layer over eight-bit weights: `weight` int8 (out, in), `scale` float32 (out,), `bias` (out,) or None."""
+    """A linear layer with 8-bit weights: `weight` int8 (out, in), `scale` float32 (out,), `bias` (out,) or None."""
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -41,15 +41,15 @@ class Int8Linear(nn.Module):
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (out, in) in eight bits, and the scale of each row."""
-    whole = weight.detach().float()
-    scale = (whole.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    return (whole / scale[:, None]).round().to(torch.int8), scale
+    """Quantizes weights (out, in) to 8 bits, and returns them with the scale of each row."""
+    values = weight.detach().float()
+    scale = (values.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (values / scale[:, None]).round().to(torch.int8), scale
 
 
 def int8_weights(network: nn.Module) -> nn.Module:
-    """The model with all of its linear layers over eight-bit weights, embeddings and experts as they are.  A head that shares its
-    weights with the embeddings gets its own."""
+    """Replaces all linear layers by layers with 8-bit weights, but not embeddings and experts.  A head that shares its weights with
+    the embeddings gets its own copy."""
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.Linear | Conv1D):
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
@@ -66,16 +66,16 @@ def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def plain(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The same with PyTorch's operations."""
+    """`int8_product` with PyTorch's operations."""
     return (F.linear(x, weight.to(x.dtype)).float() * scale).to(x.dtype)
 
 
 def by_kernel(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """`int8_product` by a kernel."""
+    """`int8_product` with a kernel."""
     x = x.contiguous()
     (rows, depth), count = x.shape, weight.shape[0]
     product = x.new_empty((rows, count))
-    block = max(16, min(ROWS, triton.next_power_of_2(rows)))  # tl.dot takes no fewer
+    block = max(16, min(ROWS, triton.next_power_of_2(rows)))  # minimum of tl.dot
     columns = COLUMNS if count >= 128 * COLUMNS else 16  # enough programs for all multiprocessors
     wrap_triton(multiply)[(triton.cdiv(count, columns), triton.cdiv(rows, block))](
         x, weight, scale, product, rows, count, DEPTH_IN_ALL=depth, ROWS=block, COLUMNS=columns,
@@ -85,7 +85,7 @@ def by_kernel(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 launch = triton_op("language_model::int8_product", by_kernel, mutates_args=())
-launch.register_kernel("cpu")(plain)  # what cross-compiling runs the model with
+launch.register_kernel("cpu")(plain)  # cross-compiling runs the model on the CPU
 
 
 @launch.register_fake
@@ -98,7 +98,7 @@ def multiply(
     x, weight, scale, product, rows, count,
     DEPTH_IN_ALL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of activations times COLUMNS rows of weights."""
+    """Multiplies ROWS rows of activations by COLUMNS rows of weights."""
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)

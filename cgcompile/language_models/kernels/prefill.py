@@ -1,7 +1,7 @@
 """Attention of several tokens of each lane to the pages of its cache: a Triton kernel for GPUs, PyTorch's operations elsewhere.
 
-Flash attention: each program takes ROWS tokens of one lane and one head, and reads the pages that they see, and no others, whatever
-the width of the block table.  Nothing is copied together, and no mask is made.
+Flash attention: each program processes ROWS tokens of one lane and one head.  It reads only the pages that they see, regardless of
+the width of the block table.  It neither concatenates pages nor makes a mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.library import triton_op, wrap_triton
 from .decode import first_seen, together
 
 ROWS, BLOCK, WARPS, STAGES = 64, 64, 4, 2
-"""Queries of a program, tokens that it reads at a time, and how Triton compiles it."""
+"""Queries of a program, tokens that it reads at a time, and Triton's options."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -25,22 +25,22 @@ def paged_prefill(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """query (batch, seq, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> the same shape
-    and dtype as `query`.
+    """query (batch, seq, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> the shape and
+    dtype of `query`.
 
-    Token i of a lane is at place `start + i` and sees all up to it, where it is not 0 the last `window` of them, or those since
-    the last multiple of `chunk`; `start` and `count` int64 (batch,).  Rows beyond the first `count` tokens are ignored.
-    `softcap` and `sinks` as in `paged_decode`.
+    Token i of a lane has position `start + i` and sees all tokens up to it.  If `window` is not 0, it sees the last `window` of
+    them; if `chunk` is not 0, those since its last multiple.  `start` and `count` int64 (batch,).  Rows after the first `count`
+    tokens are ignored. `softcap` and `sinks` as in `paged_decode`.
     """
-    way = launch if query.device.type == "cuda" and query.dtype != torch.float32 else plain  # whose products are exact
-    return way(query, keys, values, pages, start, count, sinks, scale, window, chunk, softcap)
+    function = launch if query.device.type == "cuda" and query.dtype != torch.float32 else plain  # float32 needs exact products
+    return function(query, keys, values, pages, start, count, sinks, scale, window, chunk, softcap)
 
 
 def plain(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """The same with PyTorch's operations, over a copy of the whole width of the block table."""
+    """`paged_prefill` with PyTorch's operations, on a copy of the whole width of the block table."""
     batch, seq, heads, _ = query.shape
     groups = heads // keys.shape[1]
     key, value = [together(cache, pages) for cache in (keys, values)]  # (batch, key heads, tokens, dim)
@@ -72,7 +72,7 @@ def by_kernel(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """`paged_prefill` by a kernel."""
+    """`paged_prefill` with a kernel."""
     query = query.contiguous()
     batch, seq, heads, dim = query.shape
     key_heads, page = keys.shape[1:3]
@@ -87,7 +87,7 @@ def by_kernel(
 
 
 launch = triton_op("language_model::paged_prefill", by_kernel, mutates_args=())
-launch.register_kernel("cpu")(plain)  # what cross-compiling runs the model with
+launch.register_kernel("cpu")(plain)  # cross-compiling runs the model on the CPU
 
 
 @launch.register_fake
@@ -104,7 +104,7 @@ def attend(
     SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries of one lane and one head; those that see most come first."""
+    """Processes ROWS queries of one lane and one head; those that see the most tokens start first."""
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
     before, most = tl.load(start + lane), tl.maximum(tl.load(count + lane) - 1, 0)
@@ -113,19 +113,19 @@ def attend(
     first = before + tl.minimum(block, most)
     end = tl.where(block <= most, before + tl.minimum(block + ROWS - 1, most) + 1, 0)
     begin = first_seen(first, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
-    whole = begin if WINDOW or CHUNK else tl.minimum(first + 1, end) // BLOCK * BLOCK  # before it every row sees every token
+    full = begin if WINDOW or CHUNK else tl.minimum(first + 1, end) // BLOCK * BLOCK  # up to here every row sees every token
 
     inside = column < DIM
-    here = ((lane * seq + row) * HEADS + head)[:, None] * DIM + column[None]
+    offsets = ((lane * seq + row) * HEADS + head)[:, None] * DIM + column[None]
     used = (row < seq)[:, None] & inside[None]
-    q = tl.load(query + here, mask=used, other=0.0)
+    q = tl.load(query + offsets, mask=used, other=0.0)
     top = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     base = head // GROUPS * PAGE
     stride = HEADS // GROUPS * PAGE
     table = pages + lane * blocks
-    for at in range(begin, whole, BLOCK):
+    for at in range(begin, full, BLOCK):
         token = at + tl.arange(0, BLOCK)
         rows = (tl.load(table + token // PAGE) * stride + base + token % PAGE) * DIM
         k = tl.load(keys + rows[None] + column[:, None], mask=inside[:, None], other=0.0)
@@ -137,7 +137,7 @@ def attend(
         mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = higher
-    for at in range(whole, end, BLOCK):
+    for at in range(full, end, BLOCK):
         token = at + tl.arange(0, BLOCK)
         live = token < end
         rows = (tl.load(table + token // PAGE, mask=live, other=0) * stride + base + token % PAGE) * DIM
@@ -160,12 +160,12 @@ def attend(
         mixed *= tl.exp2(top - higher)[:, None]
         total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
     mixed /= tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(output + here, mixed.to(output.dtype.element_ty), mask=used)
+    tl.store(output + offsets, mixed.to(output.dtype.element_ty), mask=used)
 
 
 @triton.jit
 def capped(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Scores, as powers of two."""
+    """Returns scores scaled by log2(e), for exp2."""
     if SOFTCAP != 0.0:
         return (SOFTCAP * LOG2E) * (1 - 2 / (1 + tl.exp(products * (2 * SCALE / SOFTCAP))))  # tanh
     else:

@@ -1,7 +1,7 @@
-"""What language models compute on processors, as operators.
+"""Operators that language models use on processors.
 
-Bundles call functions in C++ (targets/kernels/operators.cpp).  Eager PyTorch runs the operations that are written here, in double
-precision: bundles are compared with them, and deep models enlarge the errors of both sides.  All tensors of numbers are float32.
+Bundles call C++ functions (targets/kernels/operators.cpp).  Eager PyTorch runs the functions below in double precision, because
+bundles are compared with them and deep models amplify the errors of both.  All float tensors are float32.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float, checked: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`paged_prefill`, with zeros behind the first `count` tokens of a lane.  In C++ it reads only the pages that they see.
-    `checked`: whether `pages` are known to be rows of `keys`, whose number may then be another than here."""
+    """`paged_prefill`, with zeros after the first `count` tokens of a lane.  The C++ function reads only the visible pages.
+    `checked`: whether `pages` are known to be valid rows of `keys`, whose number may differ at load time."""
     wide = query.double(), keys.double(), values.double()
     mixed = prefill.plain(*wide, pages, start, count, sinks, scale, window, chunk, softcap).float()
-    counts = torch.arange(query.shape[1], device=query.device) < count[:, None]
-    return torch.where(counts[..., None, None], mixed, 0.0).contiguous()
+    used = torch.arange(query.shape[1], device=query.device) < count[:, None]
+    return torch.where(used[..., None, None], mixed, 0.0).contiguous()
 
 
 @paged_attention.register_fake

@@ -1,2 +1,2 @@
-"""`--autotune`: the program is lowered in several ways, each is recorded, proved and timed on the GPU, and at every int_key the
-fastest is kept."""
+"""`--autotune`: lowers the program in several ways.  Every lowering is recorded, verified and timed on the GPU.  The build keeps
+the fastest one for every int_key."""

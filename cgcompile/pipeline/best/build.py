@@ -1,8 +1,8 @@
-"""The cuda target's half of a build that keeps, at every int_key, the fastest of several lowerings.
+"""Builds the cuda part of a bundle with the fastest of several lowerings for every int_key.
 
-The weights are written once.  Every lowering is recorded (search.py), becomes a bundle that is replayed in a fresh process over
-poisoned memory (trial.py), and its graphs are timed beside the others' (timing.py).  What was chosen (choice.py) becomes one
-recording (merge.py), which goes the way of every other.
+The weights are written once.  Every lowering is recorded (search.py) and becomes a trial bundle, which a new process replays with
+poisoned memory (trial.py).  The graphs of all lowerings are timed (timing.py).  The chosen lowerings (choice.py) are merged into
+one recording (merge.py), which is emitted like any other.
 """
 
 from __future__ import annotations
@@ -42,56 +42,58 @@ from .trial import prove
 from .tried_lowerings import keep_lowerings, kept_path, recall_lowerings
 
 TRIALS = "trials"
-"""The folder of candidates' bundles in the stage, where they can share the file of weights; gone before the bundle is sealed."""
+"""The folder of trial bundles in the stage, where they can link the file of weights.  Deleted before the bundle is sealed."""
 
 Lowerings = Mapping[IntKey, tuple[Lowering, ...]]
-"""By build key, what was tried."""
+"""The tried lowerings by build key."""
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:
-    """Writes tables, images, weights and the self-test of the fastest lowerings into `stage`.  Raises the refusals of the first
-    lowering where none can be recorded or proved."""
+    """Writes tables, images, weights and the self-test of the fastest lowerings into `stage`.  If no lowering can be recorded or
+    verified, raises the error of the first one."""
     deadline = Deadline(spec.autotune_timeout)
     cut = cut_stage(spec, processes.folder, stage, stages)
     with stages("prepare") as tell:
-        kept = kept_path(spec)
-        known = recall_lowerings(kept, spec)
-        names = _lowerings_to_record(known)
-        traced, expected = _traceable(spec, cut, tell) if CROSS_COMPILE in names else (None, {})
+        cache_file = kept_path(spec)
+        lowerings = recall_lowerings(cache_file, spec)
+        names = _lowerings_to_record(lowerings)
+        traced, expected = _cross_compile_inputs(spec, cut, tell) if CROSS_COMPILE in names else (None, {})
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
-        tell.result("chosen before: " + ", ".join(names) if known else f"{len(names)} lowerings to try")
+        tell.result("chosen before: " + ", ".join(names) if lowerings else f"{len(names)} lowerings to try")
     with stages("search") as tell:
         tried = search(spec, names, recordable, traced, processes, deadline, processes.folder, tell)
         processes.close()
         tell.result(_summary(tried))
     trials = stage / TRIALS
     with stages("trial") as tell:
-        placed, file = _placed(tried, recordable, trials)
+        placed, file = _with_shared_files(tried, recordable, trials)
         proved, manifests = _proved(spec, placed, cut, expected, stage, file, tell)
         tell.result(_summary(proved))
-    if known is None:
+    if lowerings is None:
         with stages("time") as tell:
-            known = _timed(spec, proved, manifests, trials, processes.folder)
-            tell.result(_chosen(known))
+            lowerings = _timed(spec, proved, manifests, trials, processes.folder)
+            tell.result(_chosen(lowerings))
         if tried.complete:
-            keep_lowerings(kept, known, spec)
+            keep_lowerings(cache_file, lowerings, spec)
     shutil.rmtree(trials)
     with stages("emit") as tell:
-        parts = _emitted(spec, stage, cut, tried, expected, recordable, known)
+        parts = _emitted(spec, stage, cut, tried, expected, recordable, lowerings)
         tell.result(describe_size(stage))
     return parts
 
 
-def _lowerings_to_record(known: Lowerings | None) -> list[str]:
-    """The lowerings to record: all, or those that were chosen when the same program was built before."""
-    if known is None:
+def _lowerings_to_record(recalled: Lowerings | None) -> list[str]:
+    """Returns the lowerings to record: all, or those that an earlier build of the same program chose."""
+    if recalled is None:
         return list(LOWERINGS)
-    chosen = {row.name for rows in known.values() for row in rows if row.chosen}
+    chosen = {row.name for rows in recalled.values() for row in rows if row.chosen}
     return [name for name in LOWERINGS if name in chosen]
 
 
-def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable | CgbundleError, dict[str, Sequence[KeySelfTest]]]:
-    """What tracing needs, or why it cannot be had; and what eager PyTorch gives, by entry.  Needs the model's weights."""
+def _cross_compile_inputs(
+    spec: BuildSpec, cut: CutProgram, tell: Tell
+) -> tuple[Traceable | CgbundleError, dict[str, Sequence[KeySelfTest]]]:
+    """Returns the inputs of cross-compiling, or its error, and eager PyTorch's results by entry.  Needs the model's weights."""
     tell("the program in eager PyTorch, and on the CPU")
     layout = lay_out(
         shapes_of(spec.programs.weights()), spec.entries[0].prepared.state, cut.host_only, spec.entries[0].prepared.varying
@@ -105,8 +107,9 @@ def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable 
     return tracing, {name: [on_cpu(self_test) for self_test in entry_tests] for name, entry_tests in self_tests.items()}
 
 
-def _placed(tried: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
-    """The candidates with tables beside each other's, and one file of weights beside a file that has the tables of all."""
+def _with_shared_files(tried: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
+    """Gives all candidates' tables different offsets, and writes them to one file in `trials`.  Returns the candidates, and the
+    link to the weights beside that file."""
     recorded = beside_each_other({name: trial.recorded for name, trial in tried.candidates.items()}, recordable.layout.weights_end)
     tables = {table.offset: table for recording in recorded.values() for table in recording.tables}
     trials.mkdir()
@@ -126,7 +129,7 @@ def _proved(
     file: Path,
     tell: Tell,
 ) -> tuple[Searched, dict[str, Manifest]]:
-    """The candidates that pass their proof, and the manifests of their bundles.  Raises the first refusal where none does."""
+    """Returns the candidates whose replay passes, and the manifests of their bundles.  If none passes, raises the first error."""
     manifests: dict[str, Manifest] = {}
     refusals: dict[str, CgbundleError] = {}
     for name, candidate in placed.candidates.items():
@@ -143,30 +146,30 @@ def _proved(
 def _timed(
     spec: BuildSpec, proved: Searched, manifests: Mapping[str, Manifest], trials: Path, folder: Path
 ) -> dict[IntKey, tuple[Lowering, ...]]:
-    """What every key's lowerings took, and which is chosen.  Raises the first refusal where none can be timed."""
+    """Times the lowerings of every key and marks the chosen one.  If none can be timed, raises the first error."""
     needs = {name: sum(size for _, size in manifest.memories) for name, manifest in manifests.items()}
     timed = time_graphs({name: trials / name for name in manifests}, needs, torch.cuda.mem_get_info()[0], folder)
     if not timed.times:
         raise next(iter(timed.failed.values()))
-    left = _without(proved, timed.failed)
+    remaining = _without(proved, timed.failed)
     times = {
         build_key(spec, number, key): {name: graph_times[entry.name, key] for name, graph_times in timed.times.items()}
         for number, entry in enumerate(spec.entries)
         for key in entry.keys
     }
-    chosen = choose(times, conflicts({name: trial.recorded for name, trial in left.candidates.items()}))
+    chosen = choose(times, conflicts({name: trial.recorded for name, trial in remaining.candidates.items()}))
     return {
         key: tuple(
             [
                 Lowering(
                     name=name, chosen=name == chosen[key], microseconds=tuple([round(time, 3) for time in by_name.get(name, ())]),
-                    reason=left.left_out.get(name, ""),
+                    reason=remaining.left_out.get(name, ""),
                 )
                 for name in LOWERINGS
             ]
         )
         for key, by_name in times.items()
-        if any(by_name.values())  # a key that is the host's alone has nothing to choose
+        if any(by_name.values())  # a key without GPU graphs has no times
     }  # fmt: skip
 
 
@@ -179,7 +182,7 @@ def _emitted(
     recordable: Recordable,
     lowerings: Lowerings,
 ) -> ManifestParts:
-    """The bundle's files and rows, of what was chosen."""
+    """Writes the bundle's files from the chosen lowerings and returns the manifest's rows."""
     chosen = {key: next(row.name for row in rows if row.chosen) for key, rows in lowerings.items()}
     used = {name: trial for name, trial in tried.candidates.items() if name in chosen.values()} or dict(
         [next(iter(tried.candidates.items()))]
@@ -213,6 +216,6 @@ def _summary(tried: Searched) -> str:
 
 
 def _chosen(lowerings: Lowerings) -> str:
-    """How many int_keys each lowering is the fastest of."""
+    """Counts for how many int_keys each lowering was chosen, as text."""
     names = [row.name for rows in lowerings.values() for row in rows if row.chosen]
     return ", ".join([f"{name} for {names.count(name)} of {len(names)}" for name in LOWERINGS if name in names])

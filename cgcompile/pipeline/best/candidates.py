@@ -1,4 +1,4 @@
-"""A program lowered in one way at every int_key: what is proved and timed, or why it is left out."""
+"""Records of a lowering that is verified and timed, or of the reason why it is left out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...capture.recorder import Recorded
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """`folded`: names of weights that something was computed from which the recording holds.  `configurations`: the text of
-    `offline.trace.KERNELS`, "" where the kernels are not ours."""
+    """A recording with one lowering.  `folded`: names of weights whose values became constants of the recording.  `configurations`:
+    the text of the file `offline.trace.KERNELS`, "" if the recording was captured."""
 
     recorded: Recorded = field(repr=False)
     folded: frozenset[str] = frozenset()
@@ -22,7 +22,7 @@ class Candidate:
 
 
 def reason(refusal: CgbundleError) -> str:
-    """Why a lowering is left out, as the bundle says it: without the place of a log, which lies on the machine of the build."""
+    """Returns the error's text for the manifest.  The path of a log is removed: the file exists only on the build machine."""
     return LOG.sub("", str(refusal))
 
 
@@ -31,8 +31,8 @@ LOG = re.compile(r" \(log: [^)]*\)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Searched:
-    """Candidates by the name of their lowering, and of all others the reason why they are left out.  `complete`: no reason is that
-    the time was over."""
+    """Candidates by lowering, and for every other lowering the reason why it was left out.  `complete`: no lowering was left out
+    because of the time limit."""
 
     candidates: Mapping[str, Candidate]
     left_out: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Which lowering an int_key gets, given what their graphs took.  Pure."""
+"""Chooses a lowering for every int_key from measured times.  Pure functions."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from collections.abc import Collection, Iterable, Mapping
 from cgbundle.format.schema import IntKey
 
 LOWERINGS = ("eager", "inductor", "cross-compile", "max-autotune")
-"""From the simplest to the most involved: PyTorch's own libraries; Inductor; everything in Triton, as when cross-compiling;
-Inductor with benchmarked products."""
+"""From the simplest to the most complex: PyTorch's libraries; Inductor; Triton kernels only, as when cross-compiling; Inductor with
+max_autotune."""
 
 SEARCHED = ("inductor", "eager", "cross-compile", "max-autotune")
-"""The order in which they are made: what is mostly good and soon there comes first, should the time be over."""
+"""The order in which they are recorded: first those that are recorded fast and are usually good, because time may run out."""
 
 ALIKE = 0.01
-"""Of two lowerings whose times differ by less than this share of the faster, the simpler one is taken: medians of repeated launches
-vary by as much from build to build."""
+"""Relative difference below which two times count as equal, and the simpler lowering is chosen.  Medians of repeated launches vary
+that much from build to build."""
 
 Times = Mapping[str, tuple[float, ...]]
-"""By lowering, the microseconds of each graph of an int_key."""
+"""By lowering, the times in microseconds of each graph of an int_key."""
 
 
 def choose(times: Mapping[IntKey, Times], conflicts: Collection[frozenset[str]] = ()) -> dict[IntKey, str]:
-    """The lowering of every key, the graphs of a key all of one: the simplest whose sum is within ALIKE of the fastest.
+    """Returns the lowering of every key: the simplest one whose total time is within ALIKE of the fastest.  All graphs of a key use
+    it.
 
-    `times`: of all keys, each of the same lowerings, at least one.  `conflicts`: pairs that cannot be in one bundle.  Where both of
-    a pair were chosen, the one is left out of all keys without which they take the least time in all.
+    `times`: the same lowerings for every key, at least one.  `conflicts`: pairs that cannot be in one bundle.  If both of a pair
+    are chosen, one is left out, such that the total time of all keys is smallest.
     """
     left_out: set[str] = set()
     while True:
@@ -41,9 +42,9 @@ def choose(times: Mapping[IntKey, Times], conflicts: Collection[frozenset[str]] 
 def _fastest(times: Times, without: Collection[str]) -> str:
     sums = {name: sum(time) for name, time in times.items() if name not in without}
     limit = min(sums.values()) * (1 + ALIKE)
-    return min([name for name, taken in sums.items() if taken <= limit], key=LOWERINGS.index)
+    return min([name for name, total in sums.items() if total <= limit], key=LOWERINGS.index)
 
 
-def _total(keys: Iterable[Times], without: Collection[str]) -> float:
-    """Microseconds of the fastest of every key in all; infinite where one has none."""
-    return sum([min([sum(timings) for name, timings in times.items() if name not in without], default=math.inf) for times in keys])
+def _total(rows: Iterable[Times], without: Collection[str]) -> float:
+    """Returns the sum over all keys of the fastest time, in microseconds; infinite if a key has no lowering left."""
+    return sum([min([sum(timings) for name, timings in times.items() if name not in without], default=math.inf) for times in rows])

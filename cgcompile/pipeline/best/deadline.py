@@ -1,4 +1,4 @@
-"""When a search has to end."""
+"""The time limit of a search."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ...util.progress import Tell
 
 
 class SearchEnded(Exception):
-    """The seconds of a search are over: what was going on is left out."""
+    """The time limit was reached: the current lowering is left out."""
 
 
 class Deadline:
-    """`seconds` from when it was made; None for never."""
+    """A time limit of `seconds` from its construction; None means no limit."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self._clock, self._begun = seconds, clock, clock()
 
     def left(self) -> float | None:
-        """Seconds; None where there is no end."""
+        """Returns the remaining seconds, or None without a limit."""
         return None if self.seconds is None else max(0.0, self.seconds - (self._clock() - self._begun))
 
     def end(self) -> None:
-        """The seconds are over now."""
+        """Ends the time limit now."""
         self.seconds = 0.0
 
     def passed(self) -> bool:
-        """Whether nothing more is to be begun."""
+        """Returns whether the time limit was reached."""
         return self.left() == 0.0
 
     def telling(self, tell: Tell) -> Tell:
-        """`tell`, which raises SearchEnded from then on."""
+        """Wraps `tell` so that it raises SearchEnded after the time limit."""
 
         def checked_tell(text: str) -> None:
             if self.passed():
@@ -45,10 +45,10 @@ class Deadline:
 
     @contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:
-        """Around work that `end` ends, from another thread, when the seconds are over.  Raises SearchEnded in place
-        of the error that the work then has."""
-        left, ended = self.left(), threading.Event()
-        if left is None:
+        """Calls `end` from another thread if the time limit is reached while the body runs.  A BuildError that the body then raises
+        becomes SearchEnded."""
+        remaining, ended = self.left(), threading.Event()
+        if remaining is None:
             yield
             return
 
@@ -56,7 +56,7 @@ class Deadline:
             ended.set()
             end()
 
-        timer = threading.Timer(left, stop)
+        timer = threading.Timer(remaining, stop)
         timer.daemon = True
         timer.start()
         try:

@@ -1,7 +1,7 @@
-"""Recordings of a program that was lowered in several ways -> one in which every int_key is of the lowering chosen for it.  Pure.
+"""Merges recordings of a program with different lowerings: every int_key gets the graphs of its chosen lowering.  Pure functions.
 
-All of them have the same weights, state and inputs at the same places.  What each adds lies behind: its tables in memory `weights`,
-the outputs that a later call takes in memory `arena`.  There they are moved beside each other, and every address with them.
+Weights, state and inputs have the same offsets in all.  Each recording appends tables to memory `weights` and donated outputs to
+memory `arena`.  These ranges are moved so that they do not overlap, and the addresses that point to them are changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WEIGHTS, ARENA = MEMORIES.index("weights"), MEMORIES.index("arena")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """What lies in a memory from byte `begin` on, up to where the next move begins, is moved by so many bytes."""
+    """Adds `by` to offsets in a memory from byte `begin` up to the `begin` of the next move."""
 
     memory: int
     begin: int
@@ -32,42 +32,42 @@ class Move:
 
 
 def beside_each_other(parts: Mapping[str, Recorded], weights_end: int) -> dict[str, Recorded]:
-    """The recordings with tables that do not overlap, equal ones in one place, and the same parts of the arena reserved.
+    """Moves tables so that they do not overlap; equal ones share an offset.  All recordings reserve the same ranges of the arena.
 
-    `weights_end`: where the program's own tensors end in memory `weights`, and the tables of each begin.
+    `weights_end`: where the program's own tensors end in memory `weights` and the tables begin.
     """
     needs: dict[str, int] = {}
     for recorded in parts.values():
         for row in recorded.reserved:
             needs[row.entry] = max(needs.get(row.entry, 0), row.bytes - PAD)
     reserved = reserved_parts(needs, SEGMENT_ALIGN)
-    places: dict[tuple[tuple[int, bytes], ...], int] = {}
+    table_offsets: dict[tuple[tuple[int, bytes], ...], int] = {}
     end, moves = weights_end, {}
     for name, recorded in parts.items():
         tables = tuple([(table.offset, table.contents) for table in recorded.tables])
-        if tables and tables not in places:
-            places[tables] = end - weights_end
+        if tables and tables not in table_offsets:
+            table_offsets[tables] = end - weights_end
             end = align(end + recorded.weights_bytes - PAD - weights_end)
-        by = [Move(memory=WEIGHTS, begin=weights_end, by=places[tables])] if tables else []
-        moves[name] = (*by, *_arena_moves(recorded.reserved, reserved))
+        table_moves = [Move(memory=WEIGHTS, begin=weights_end, by=table_offsets[tables])] if tables else []
+        moves[name] = (*table_moves, *_arena_moves(recorded.reserved, reserved))
     return {
         name: replace(_moved(recorded, moves[name]), reserved=reserved, weights_bytes=end + PAD) for name, recorded in parts.items()
     }
 
 
 def conflicts(recordings: Mapping[str, Recorded]) -> set[frozenset[str]]:
-    """Pairs of recordings, as `beside_each_other` gives them, that need other contents of one module variable."""
+    """Returns pairs of recordings (of `beside_each_other`) that need different contents of one module variable."""
     pairs, names = set(), list(recordings)
-    for place, one in enumerate(names):
-        held = {(state.image, state.symbol): state for state in recordings[one].states}
-        for other in names[place + 1 :]:
-            if any(held.get((state.image, state.symbol), state) != state for state in recordings[other].states):
-                pairs.add(frozenset((one, other)))
+    for index, name in enumerate(names):
+        states = {(state.image, state.symbol): state for state in recordings[name].states}
+        for other in names[index + 1 :]:
+            if any(states.get((state.image, state.symbol), state) != state for state in recordings[other].states):
+                pairs.add(frozenset((name, other)))
     return pairs
 
 
 def merged(recordings: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> Recorded:
-    """Every key of the recording that is chosen for it, of those that `beside_each_other` gives; all of these are used."""
+    """Returns a recording with each key's graphs from its chosen recording of `beside_each_other`; every one is chosen."""
     first = next(iter(recordings.values()))
     graphs = {key: recordings[chosen[key]].graphs[key] for key in first.graphs}
     used = {function.image for some in graphs.values() for graph in some for function in graph.recording.functions}
@@ -88,14 +88,14 @@ def merged(recordings: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> 
 
 
 def _arena_moves(ranges: Sequence[DonatedRange], shared: Sequence[DonatedRange]) -> tuple[Move, ...]:
-    """What was reserved for an entry goes to its part of what all share; the rest goes behind, where it keeps its alignment."""
+    """Moves each entry's reserved range to its shared range.  The remaining arena is appended, aligned."""
     if not ranges:
         return ()
     new = {row.entry: row.offset for row in shared}
     begin = reserved_end(ranges)
-    by = align(reserved_end(shared) - begin, SEGMENT_ALIGN)
+    rest = align(reserved_end(shared) - begin, SEGMENT_ALIGN)
     parts = [Move(memory=ARENA, begin=row.offset, by=new[row.entry] - row.offset) for row in ranges]
-    return (*parts, Move(memory=ARENA, begin=begin, by=by))
+    return (*parts, Move(memory=ARENA, begin=begin, by=rest))
 
 
 def _moved(recorded: Recorded, moves: Sequence[Move]) -> Recorded:

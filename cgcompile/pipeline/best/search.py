@@ -1,4 +1,4 @@
-"""Every lowering of a program, recorded: those on the GPU one after the other, the one that needs processors alone beside them."""
+"""Records every lowering.  Those on the GPU run one after the other; cross-compiling needs only the CPU and runs beside them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .traced import Traceable, trace
 CROSS_COMPILE = "cross-compile"
 
 EARLY = 6
-"""Processes of a recording that the GPU's memory has to hold, before those of the next lowering are started beside one's own."""
+"""Minimum number of processes that must fit in the GPU's free memory, so that those of the next lowering are started early."""
 
 Outcome = Candidate | CgbundleError | None
-"""A candidate, why there is none, or None where the time was over."""
+"""A candidate, the error why there is none, or None if the time limit was reached."""
 
 
 def search(
@@ -41,35 +41,35 @@ def search(
     folder: Path,
     tell: Tell,
 ) -> Searched:
-    """The lowerings of `names`, in the order of SEARCHED.  The first that is recorded takes the time that it needs.
+    """Records the lowerings of `names` in the order of SEARCHED.  The time limit applies only after one lowering was recorded.
 
-    `processes` are for the first.  `traced` is what CROSS_COMPILE needs, or why there is none.  Raises the first one's refusal
-    where no lowering can be recorded.
+    `processes` record the first lowering.  `traced`: the inputs of cross-compiling, or the error why there are none.  If no
+    lowering can be recorded, raises the error of the first one.
     """
     outcomes: dict[str, Outcome] = {}
-    left = [name for name in SEARCHED if name in names and name != CROSS_COMPILE]
+    on_gpu = [name for name in SEARCHED if name in names and name != CROSS_COMPILE]
     with ExitStack() as stack, ThreadPoolExecutor(1) as threads:
-        running = {name: processes for name in left[:1]}
-        for name in left[1:]:
+        running = {name: processes for name in on_gpu[:1]}
+        for name in on_gpu[1:]:
             (folder / name).mkdir()
             running[name] = stack.enter_context(processes.others(folder / name))
-        beside: Future[Outcome] | None = None
+        cross_compiling: Future[Outcome] | None = None
         if CROSS_COMPILE in names and isinstance(traced, Traceable):
-            beside = threads.submit(_traced, spec, traced, recordable, folder, deadline, named(tell, CROSS_COMPILE))
+            cross_compiling = threads.submit(_traced, spec, traced, recordable, folder, deadline, named(tell, CROSS_COMPILE))
         try:
-            for name, following in zip_longest(left, left[1:]):
+            for name, following in zip_longest(on_gpu, on_gpu[1:]):
                 if following and not deadline.passed() and fitting(EARLY, recordable.need) == EARLY:
                     start(running[following], len(recordable.request.keys), following, spec.specialize)
-                some = any(isinstance(outcome, Candidate) for outcome in outcomes.values())
-                limit = deadline if some else Deadline(None)
+                any_recorded = any(isinstance(outcome, Candidate) for outcome in outcomes.values())
+                limit = deadline if any_recorded else Deadline(None)
                 outcomes[name] = _recorded(name, recordable, running[name], limit, named(tell, name))
-                running[name].end(PRIME)  # one request is all that a process answers
+                running[name].end(PRIME)  # a process answers one request
                 running[name].end(RECORD)
         except BaseException:
-            deadline.end()  # the thread is waited for
+            deadline.end()  # the executor waits for its thread
             raise
-        if beside is not None:
-            outcomes[CROSS_COMPILE] = beside.result()
+        if cross_compiling is not None:
+            outcomes[CROSS_COMPILE] = cross_compiling.result()
         elif CROSS_COMPILE in names:
             assert not isinstance(traced, Traceable)
             outcomes[CROSS_COMPILE] = traced
@@ -77,7 +77,7 @@ def search(
 
 
 def searched(outcomes: dict[str, Outcome], deadline: Deadline) -> Searched:
-    """What came of the lowerings.  Raises the refusal of the first, in the order of SEARCHED, where none was recorded."""
+    """Sorts outcomes into candidates and reasons.  If there is no candidate, raises the first error in the order of SEARCHED."""
     recorded = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Candidate)}
     refusals = {name: outcome for name in SEARCHED if isinstance(outcome := outcomes.get(name), CgbundleError)}
     if not recorded:
@@ -101,11 +101,11 @@ def _recorded(name: str, recordable: Recordable, processes: RecorderProcesses, d
         return refusal
 
 
-def _traced(spec: BuildSpec, what: Traceable, recordable: Recordable, folder: Path, deadline: Deadline, tell: Tell) -> Outcome:
+def _traced(spec: BuildSpec, traced: Traceable, recordable: Recordable, folder: Path, deadline: Deadline, tell: Tell) -> Outcome:
     scratch = folder / CROSS_COMPILE
     scratch.mkdir()
     try:
-        return trace(spec, what, recordable, scratch, deadline.telling(tell), deadline.left())
+        return trace(spec, traced, recordable, scratch, deadline.telling(tell), deadline.left())
     except (SearchEnded, TimeoutError):
         return None
     except CgbundleError as refusal:

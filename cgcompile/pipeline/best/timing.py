@@ -1,4 +1,4 @@
-"""How long the graphs of several bundles take on the GPU: asked of a process that has the runtime alone."""
+"""Times the graphs of several bundles on the GPU, in a subprocess that imports only the runtime."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from ...errors import BuildError
 from ...util.workers import Kind, Request, ask
 
 GraphTimes = dict[tuple[str, IntKey], tuple[float, ...]]
-"""By entry and int_key, the microseconds of each graph."""
+"""By entry and int_key, the times in microseconds of each graph."""
 
 MARGIN = 1 << 30
-"""Bytes of the GPU's memory that a loaded bundle needs at most beside its memories: context, graphs."""
+"""Maximum bytes of GPU memory that a loaded bundle needs in addition to its memories: CUDA context, graphs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimingJob:
-    """Bundles of one program, whose graphs are timed in turns, so that the GPU's clock is the same for all."""
+    """Bundles of one program.  Their graphs are timed in turns, so that the GPU's clock is the same for all."""
 
     bundles: tuple[Path, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """What came of it: times, or why there are none, both by the bundle's name."""
+    """By bundle name, the times, or the error why there are none."""
 
     times: Mapping[str, GraphTimes]
     failed: Mapping[str, BuildError]
 
 
 def time_graphs(bundles: Mapping[str, Path], needs: Mapping[str, int], free: int, folder: Path) -> Timed:
-    """The times of all int_keys of every bundle.  `needs` are the bytes of their memories, `free` those that the GPU has.
+    """Times all int_keys of every bundle.  `needs`: bytes of each bundle's memories; `free`: free bytes of the GPU.
 
-    All are loaded at a time, where they fit, else one after the other.  A bundle that cannot be timed alone has failed.
+    All bundles are loaded together if they fit, else one after the other.  A bundle that cannot be timed alone is in `failed`.
     """
     if sum(needs[name] + MARGIN for name in bundles) <= free:
         try:
             return Timed(times=_worker_times(list(bundles), bundles, folder), failed={})
         except BuildError:
-            pass  # one of them ended the process: alone each answers for itself
+            pass  # one bundle ended the process: time each alone
     times: dict[str, GraphTimes] = {}
     failed: dict[str, BuildError] = {}
     for name in bundles:

@@ -1,4 +1,4 @@
-"""The candidate in Triton alone: the program, exported on the GPU, is lowered as if the GPU were not here."""
+"""Makes the candidate with Triton kernels only: cross-compiles the program that was exported on the GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .candidates import Candidate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traceable:
-    """What is lowered: all of it on the CPU, independent of the GPU's memory."""
+    """The inputs of cross-compiling.  All tensors are on the CPU."""
 
     jobs: dict[RegionKey, LoweringJob] = field(repr=False)
     calls: Calls = field(repr=False)
@@ -39,8 +39,8 @@ class Traceable:
 
 
 def traceable(spec: BuildSpec, cut: CutProgram) -> Traceable:
-    """Copies the program to the CPU.  Raises target-unavailable for a GPU that nobody described, and inputs-unlike where the host's
-    part would not be the one of the captured recordings."""
+    """Copies the program to the CPU.  Raises target-unavailable for an unknown GPU architecture.  Raises inputs-unlike if the host
+    regions would differ from those of the captured recordings."""
     arch(spec.target)
     programs = _on_cpu(spec.programs)
     calls: dict[IntKey, tuple[torch.Tensor, ...]] = {
@@ -51,26 +51,26 @@ def traceable(spec: BuildSpec, cut: CutProgram) -> Traceable:
         placements = spec.by_key({entry.name: entry.placements for entry in spec.entries})
         split = split_program(programs, placements, calls)
         if (split.uploads, split.host_only) != (cut.split.uploads, cut.split.host_only):
-            what = "what crosses between host and GPU is laid out otherwise where the CPU computed it"
-            raise BuildError("inputs-unlike", what, DEFECT)
+            problem = "what crosses between host and GPU is laid out otherwise where the CPU computed it"
+            raise BuildError("inputs-unlike", problem, DEFECT)
     live = live_weights_of(spec, spec.programs.weights())
     return Traceable(jobs=jobs_of(spec, programs, split, calls, live), calls=calls, split=split)
 
 
 def trace(
-    spec: BuildSpec, what: Traceable, recordable: Recordable, scratch: Path, tell: Tell, seconds: float | None = None
+    spec: BuildSpec, inputs: Traceable, recordable: Recordable, scratch: Path, tell: Tell, seconds: float | None = None
 ) -> Candidate:
-    """Lowers, compiles and plans.  Raises the refusals of lowering, of the compiler and of the plan, and TimeoutError when lowering
-    takes more than so many `seconds`."""
+    """Lowers, compiles and plans memory.  Raises the errors of these steps, and TimeoutError if lowering takes more than
+    `seconds`."""
     target = arch(spec.target)
     code = code_of(spec.entries[0].source, spec.programs)
-    lowered = lower_programs(what.jobs, what.split, target, scratch, tell, code=code, seconds=seconds)
+    lowered = lower_programs(inputs.jobs, inputs.split, target, scratch, tell, code=code, seconds=seconds)
     compiled = compile_programs(lowered, target, tell)
-    placed = place_programs(spec, lowered, compiled, recordable.layout, what.calls, what.split)
+    placed = place_programs(spec, lowered, compiled, recordable.layout, inputs.calls, inputs.split)
     program = placed.recorded
     graphs = {
-        key: tuple([program.graphs[name, key] for name in graph_names(what.split, key)])
-        for key in what.calls
+        key: tuple([program.graphs[name, key] for name in graph_names(inputs.split, key)])
+        for key in inputs.calls
         if any(key == other for _, other in program.graphs)
     }
     recorded = Recorded(
@@ -92,19 +92,19 @@ def trace(
 
 
 def _on_cpu(programs: Programs) -> Programs:
-    """The programs as if they had been exported on the CPU; weights that are one tensor stay one."""
+    """Copies the programs to the CPU.  Weights that share one tensor still share one."""
     copies: dict[object, torch.Tensor] = {}
 
     def copied(value: torch.Tensor) -> torch.Tensor:
-        same = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride()) if value.numel() else id(value)
-        if same not in copies:
-            copies[same] = value.detach().cpu()
-        return copies[same]
+        identity = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride()) if value.numel() else id(value)
+        if identity not in copies:
+            copies[identity] = value.detach().cpu()
+        return copies[identity]
 
     def moved(program: ExportedProgram) -> ExportedProgram:
         tensors = {name: copied(value) for name, value in weight_tensors(program).items()}
         cpu_program = on_device(program, torch.device("cpu"), tensors)
-        cpu_program._example_inputs = None  # they are on the GPU, and who loads the program sees none
+        cpu_program._example_inputs = None  # they are on the GPU; a process that loads the program has none
         return cpu_program
 
     return programs.changed(moved)

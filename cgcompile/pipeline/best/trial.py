@@ -1,4 +1,4 @@
-"""A candidate as a bundle of its own, replayed in a fresh process: the proof that every bundle has to pass, before it is timed."""
+"""Writes a candidate as a bundle and replays it in a new process.  Candidates must pass this before they are timed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def prove(
     weights: Path,
     trial: Path,
 ) -> Manifest:
-    """Writes the candidate as a bundle at `trial`, with a copy of the host regions of `stage`, and links to the file of `weights`
-    and to that of the tables beside it.  Then replays it.  `expected`: by entry, what eager PyTorch gives.  Raises proof-failed,
+    """Writes the candidate as a bundle at `trial` and replays it.  Host regions of `stage` are copied; the file `weights` and
+    the file of tables beside it are linked.  `expected`: by entry, the results of eager PyTorch.  Raises proof-failed,
     bundle-refused."""
     trial.mkdir(parents=True)
     for path in (weights, weights.with_name(file_names.TABLES)):
@@ -41,7 +41,7 @@ def prove(
     if (stage / file_names.HOST).is_dir():
         (trial / file_names.HOST).mkdir()
         for file in (stage / file_names.HOST).iterdir():
-            shutil.copyfile(file, trial / file_names.HOST / file.name)  # each bundle writes its own rows behind it
+            shutil.copyfile(file, trial / file_names.HOST / file.name)  # each bundle appends its own rows
     parts = emit(spec, trial, candidate.recorded, cut, folded=candidate.folded, expected=expected)
     for entry in spec.entries:
         write_programs(trial, entry.prepared.programs, entry.name)

@@ -1,4 +1,4 @@
-"""What was tried for a program, kept by content: the same one on the same kind of GPU gets the same lowerings without a search."""
+"""Caches the tried lowerings by the program's contents.  The same program on the same kind of GPU needs no second search."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ STAGE = "autotune"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TriedLowerings:
-    """Of every build key, in order, what was tried."""
+    """The tried lowerings of every build key, in order."""
 
     keys: tuple[tuple[Lowering, ...], ...]
 
 
 def kept_path(spec: BuildSpec) -> Path | None:
-    """The file for what is tried for these programs at these sizes on this kind of GPU; None where there can be no cache."""
+    """Returns the cache file for these programs, sizes and kind of GPU, or None if there is no cache."""
     with cache_optional():
         folder = cache_folder()
         by_key, calls = spec.programs.by_key, example_calls(spec)
-        about = program_contents(by_key.values())
-        keys = [(str(key), about[id(by_key[key])], [tensor_layout(tensor) for tensor in calls[key][0]]) for key in by_key]
+        digests = program_contents(by_key.values())
+        keys = [(str(key), digests[id(by_key[key])], [tensor_layout(tensor) for tensor in calls[key][0]]) for key in by_key]
         gpu = torch.cuda.get_device_properties(0)
         machine = spec.target, gpu.name, gpu.multi_processor_count, gpu.total_memory, torch.version.cuda
         placements = [sorted(node_names) for entry in spec.entries for node_names in entry.placements.values()]
-        calls_of = [entry.prepared.self_test_calls for entry in spec.entries]
-        return cache_path(folder, STAGE, keys, machine, placements, calls_of, spec.donations, spec.allow, settings())
+        self_test_calls = [entry.prepared.self_test_calls for entry in spec.entries]
+        return cache_path(folder, STAGE, keys, machine, placements, self_test_calls, spec.donations, spec.allow, settings())
     return None
 
 
 def recall_lowerings(path: Path | None, spec: BuildSpec) -> dict[IntKey, tuple[Lowering, ...]] | None:
-    """By build key, what was tried when these programs were built before."""
+    """Returns the tried lowerings by build key from an earlier build of these programs, or None."""
     tried = recall(path, TriedLowerings) if path is not None else None
     if tried is None or len(tried.keys) != len(spec.programs.by_key):
         return None
@@ -51,7 +51,7 @@ def recall_lowerings(path: Path | None, spec: BuildSpec) -> dict[IntKey, tuple[L
 
 
 def keep_lowerings(path: Path | None, tried: Mapping[IntKey, tuple[Lowering, ...]], spec: BuildSpec) -> None:
-    """Keeps what was tried, where there is a cache."""
+    """Writes the tried lowerings to the cache, if there is one."""
     if path is not None:
         with cache_optional():
             remember(path, TriedLowerings(keys=tuple([tried.get(key, ()) for key in spec.programs.by_key])))

@@ -1,4 +1,4 @@
-"""A process that times the graphs of bundles through the runtime's own executors.  It imports the runtime alone, and no torch."""
+"""A process that times the graphs of bundles with the runtime's executors.  It imports the runtime, and not torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ...util.workers import serve
 from .timing import GraphTimes, TimingJob
 
 ROUNDS = 15
-"""How often each graph is timed; the median counts."""
+"""How often each graph is timed; the result is the median."""
 
 BURST = 2000.0
-"""Microseconds that one timing takes, where a graph may be launched again and again: the start of the first, and the resolution of
-the events (0.5 us), then count for nothing."""
+"""Target duration in microseconds of one timing of a graph that may be launched repeatedly.  The latency of the first launch and
+the resolution of CUDA events (0.5 us) are then negligible."""
 
 LAUNCHES = 200
-"""The most launches of one timing."""
+"""Maximum number of launches in one timing."""
 
 WARMUPS = 3
 
@@ -36,7 +36,7 @@ Timer = Callable[[], Sequence[float]]
 
 
 def work(job: TimingJob) -> list[GraphTimes]:
-    """By bundle.  Raises worker-died for one that cannot be loaded or run."""
+    """Returns the times of each bundle.  Raises worker-died for a bundle that cannot be loaded or run."""
     with ExitStack() as stack:
         try:
             programs = [stack.enter_context(open_program(path)) for path in job.bundles]
@@ -53,15 +53,15 @@ def work(job: TimingJob) -> list[GraphTimes]:
 
 
 def _times(programs: Sequence[LoadedProgram], entry: EntrySpec, row: Program, number: int) -> list[tuple[float, ...]]:
-    """By program, the median of each graph; the programs take turns."""
+    """Returns for each program the median of each graph, in microseconds; the programs take turns."""
     timers = [_timer(program, entry, row, number) for program in programs]
     rounds = [[timer() for timer in timers] for _ in range(ROUNDS)]
     return [tuple([median(samples) for samples in zip(*turns, strict=True)]) for turns in zip(*rounds, strict=True)]
 
 
 def _timer(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) -> Timer:
-    """A graph alone, which reads nothing but the call's inputs and changes neither them nor state, may be launched again and again.
-    All others are timed in whole calls from the first state: what they read may be indices, and has to hold."""
+    """Times launches if the program is a single graph that changes neither inputs nor state and draws no random numbers.  All
+    others are timed in whole calls from the initial state, because stale inputs could contain invalid indices."""
     pure = not (entry.mutated_inputs or entry.mutated_buffers) and program.manifest.random is None
     if pure and [step.kind for step in row.steps] == ["graph"]:
         return _launches(program, entry, row, number)
@@ -69,7 +69,7 @@ def _timer(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) 
 
 
 def _launches(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) -> Timer:
-    """Times the only graph of a program by many launches between two events."""
+    """Times a program with a single graph by many launches between two events."""
     _call(program, entry, row)
     backend = program._backend
     assert isinstance(backend, CudaBackend)
@@ -94,17 +94,17 @@ def _launches(program: LoadedProgram, entry: EntrySpec, row: Program, number: in
 
 
 def _calls(program: LoadedProgram, entry: EntrySpec, row: Program) -> Timer:
-    """Times every graph of a program in whole calls, each by two events around its launch."""
+    """Times every graph in whole calls, with two events around its launch."""
     graphs = [name for name, step in zip(step_names(program.manifest, entry, row), row.steps, strict=True) if step.kind == "graph"]
 
     def timed() -> Sequence[float]:
         with program.profile() as profile:
             _call(program, entry, row)
-        taken: dict[str, float] = {}
+        microseconds: dict[str, float] = {}
         for span in profile.spans:
             if span.track == Profile.GPU:
-                taken[span.name] = (span.end - span.start) * 1e6
-        return [taken[name] for name in graphs]
+                microseconds[span.name] = (span.end - span.start) * 1e6
+        return [microseconds[name] for name in graphs]
 
     for _ in range(WARMUPS):
         timed()
@@ -112,7 +112,7 @@ def _calls(program: LoadedProgram, entry: EntrySpec, row: Program) -> Timer:
 
 
 def _call(program: LoadedProgram, entry: EntrySpec, row: Program) -> None:
-    """A call with the self-test's inputs, from the first state."""
+    """Resets state and runs the program with the inputs of the self-test."""
     if any(weight.memory == "state" for weight in program.manifest.weights):
         program.reset()
     self_test = program.open_self_test()

@@ -1,1 +1,1 @@
-"""A model over several devices: a process builds each rank, and what they made becomes one bundle."""
+"""Builds a model on several devices: one process builds each rank, and the results become one bundle."""

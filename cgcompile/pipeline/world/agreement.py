@@ -1,4 +1,4 @@
-"""What the ranks of a model have to have in common beyond their calls."""
+"""Rules that all ranks of a model must satisfy together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...checks import Checked
 from ...errors import BuildError
 
 PADS = ("no", "zeros", "rows")
-"""From the least to the most that may be done with a dimension."""
+"""From the least to the most padding that a dimension allows."""
 
 
 def agreed(by_rank: Sequence[Sequence[Dimension]]) -> tuple[Dimension, ...]:
-    """The dimensions of an entry as all ranks can have them, given those that each has proved: all of them are called alike."""
+    """Returns dimensions that are valid for all ranks, from those that each rank has proved.  All ranks get the same sizes."""
     dimensions = []
     for versions in zip(*by_rank, strict=True):
         least = min(versions, key=lambda dimension: (PADS.index(dimension.pad), dimension.chunk))
@@ -23,7 +23,7 @@ def agreed(by_rank: Sequence[Sequence[Dimension]]) -> tuple[Dimension, ...]:
 
 
 def refuse_host(checked: Sequence[Checked]) -> None:
-    """Raises world-refused for operations that would run on the host, between the graphs of one rank alone."""
+    """Raises world-refused for operations that would run on the host."""
     for rules in checked:
         first = next((finding for finding in rules.findings if finding.severity == "host"), None)
         if first is not None or rules.on_host:

@@ -1,7 +1,7 @@
-"""One bundle of several: every rank is built as a model for one device is, by a process of its own, side by side with the others.
+"""Builds all ranks at the same time, each in its own process, like a model for one device.  Then joins them to one bundle.
 
-Rank 0's bundle is the whole one's own; those of the others lie in its folder, `ranks/1` and on, without the kernel images that it
-has.  All processes go through the same stages, and meet at each collective that eager PyTorch runs: see `bundle/ranks.py`.
+Rank 0's files are at the top of the bundle.  The others are in `ranks/1`, `ranks/2`, and so on, without the kernel images that rank
+0 has.  All processes run the same stages.  They synchronize at each collective that eager PyTorch runs: see `bundle/ranks.py`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .worker import RankJob
 
 
 def build_world(model: Any, options: Options) -> Built:
-    """`cgcompile.build` with `world`.  Raises what building a rank does, and bundle-refused where the ranks do not fit together."""
+    """Runs `cgcompile.build` with `world`.  Raises the errors of a rank's build, and bundle-refused if the ranks do not fit."""
     assert options.world is not None
     size, stages = options.world, Stages(options.progress)
     label = os.fspath(model)
-    asked = (options.target, options.lower, options.specialize, "cross-compile", options.prove)
-    chosen = choose(*asked, autotune=options.autotune)
+    choice_options = (options.target, options.lower, options.specialize, "cross-compile", options.prove)
+    chosen = choose(*choice_options, autotune=options.autotune)
     with ExitStack() as stack:
         destination = destination_path(options.out, name_of(label))
         folder = stack.enter_context(staged_bundle(destination, options.force))
@@ -49,7 +49,7 @@ def build_world(model: Any, options: Options) -> Built:
             options,
             target=chosen.target,
             record="cross-compile",
-            progress=None,  # type: ignore[arg-type]  # not between processes
+            progress=None,  # type: ignore[arg-type]  # it cannot be pickled
         )
         with stages("ranks") as tell:
             jobs = {
@@ -84,9 +84,9 @@ def build_world(model: Any, options: Options) -> Built:
 
 @contextmanager
 def _piped_events(path: Path, tell: Tell) -> Iterator[None]:
-    """While it lasts, what comes through a pipe at `path` is told: events as lines of JSON."""
+    """Creates a pipe at `path` and reports the events that arrive while the body runs.  Each event is a line of JSON."""
     os.mkfifo(path)
-    pipe = os.open(path, os.O_RDWR)  # no end comes before the last line, whoever opens it and goes
+    pipe = os.open(path, os.O_RDWR)  # open for writing too: no end of file when a writer closes the pipe
 
     def listen() -> None:
         with open(pipe, closefd=False) as lines:
@@ -106,7 +106,7 @@ def _piped_events(path: Path, tell: Tell) -> Iterator[None]:
 
 
 def _joined(folder: Path, size: int) -> Manifest:
-    """The bundles of all ranks in `folder` as one.  Raises bundle-refused."""
+    """Joins the bundles of all ranks in `folder` to one.  Raises bundle-refused."""
     first_folder = folder / rank_folder(0)
     for path in list(first_folder.iterdir()):
         path.rename(folder / path.name)
@@ -120,12 +120,12 @@ def _joined(folder: Path, size: int) -> Manifest:
         with suppress(OSError):
             kernels.rmdir()
     sealed = seal(folder, replace(manifest, files=()))
-    whole = Archive(str(folder))
+    archive_of_bundle = Archive(str(folder))
     try:
-        for rank_archive in verify.check_ranks(whole, "full"):
+        for rank_archive in verify.check_ranks(archive_of_bundle, "full"):
             rank_archive.close()
     except BundleError as error:
         raise BuildError("bundle-refused", f"the ranks of the bundle that was built: {error}") from None
     finally:
-        whole.close()
+        archive_of_bundle.close()
     return sealed

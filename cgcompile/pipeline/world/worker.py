@@ -1,4 +1,4 @@
-"""A process that builds one rank (see `util.workers`), asked for a `RankJob`; it gives the seconds of its stages."""
+"""A worker process that builds one rank (see `util.workers`).  It gets a `RankJob` and returns the seconds of its stages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..records import Options
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankJob:
-    """Rank number `rank` of `size` of the model named `model`, into `folder`.  The ranks meet at the file `meeting`.  What rank 0
-    does is told through the pipe `progress_file`, a line of JSON for each `progress.Event`."""
+    """Builds rank `rank` of `size` of the model named `model` into `folder`.  The ranks synchronize through the file `meeting`.
+    Rank 0 writes each `progress.Event` as a line of JSON to the pipe `progress_file`."""
 
     model: str
     options: Options
@@ -29,7 +29,7 @@ class RankJob:
 
 
 def work(job: RankJob) -> tuple[tuple[str, float], ...]:
-    """Builds the rank beside the other ones."""
+    """Builds the rank at the same time as the other ranks."""
     warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
     from ...bundle.ranks import joined  # late: they import torch
     from ..build import build_rank

@@ -1,1 +1,1 @@
-"""bench: a bundle beside other ways to serve the same model: cold start, time of a call, memory, and whether the outputs agree."""
+"""bench: compares a bundle with other ways to serve the same model: cold start, time of a call, memory, and the outputs."""

@@ -1,4 +1,4 @@
-"""The bundle in a worker: cgbundle and the standard library alone, as a server without torch has them."""
+"""Serves the bundle in a worker that imports only cgbundle and the standard library, like a server without torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class BundleModel:
-    """A `worker.ServedModel`.  A worker that `stays` on a GPU times calls with inputs on the GPU and outputs="view".
-    All others take and give tensors in host memory, outputs="copy"."""
+    """A `worker.ServedModel`.  With `stays` on a GPU, timed calls take inputs on the GPU and use outputs="view".  Otherwise inputs
+    and outputs are in host memory, outputs="copy"."""
 
     def __init__(self, job: dict[str, Any], laps: Laps, stays: bool) -> None:
         import cgbundle
@@ -45,15 +45,15 @@ class BundleModel:
 
         self._spec = entry_named(self._loaded.manifest, job["entry"])
         self._self_test = Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)
-        self._given = [self_test.inputs_of(self._self_test, self._spec, key) for key in self._keys]
+        self._inputs = [self_test.inputs_of(self._self_test, self._spec, key) for key in self._keys]
         laps.skip()
 
     def call(self, key: int) -> None:
-        for output in self._program.replay(self._given[key]):
+        for output in self._program.replay(self._inputs[key]):
             _plain(output)
 
     def settle(self, key: int) -> None:
-        """Once: loading made every recording ready."""
+        """Makes one call: after loading, all recordings are ready."""
         if key:
             self.call(key)
 
@@ -75,7 +75,7 @@ class BundleModel:
 
     def prepare(self, key: int) -> Callable[[], object]:
         inputs = (
-            [self._upload(tensor, index) for index, tensor in enumerate(self._given[key])] if self._context else self._given[key]
+            [self._upload(tensor, index) for index, tensor in enumerate(self._inputs[key])] if self._context else self._inputs[key]
         )
         from cgcompile.bundle.arguments import arranged
 
@@ -91,7 +91,7 @@ class BundleModel:
             driver.check("cuCtxSynchronize", driver.cu.cuCtxSynchronize())
 
     def elapsed(self, call: Callable[[], object], count: int) -> float:
-        """Between two events on the stream that calls with tensors of no library go to."""
+        """Measures between two events on the stream that calls use for tensors that belong to no framework."""
         from cgbundle.cuda import driver
         from cgbundle.tensors.library import LEGACY_STREAM
 
@@ -123,24 +123,24 @@ class BundleModel:
         return facts
 
     def _upload(self, value: Tensor, index: int) -> Tensor:
-        """`value` on the GPU, its axes in memory as the signature wants them: there the runtime rearranges no such tensor."""
+        """Copies `value` to the GPU with the axis order of the signature, so that the runtime does not rearrange it."""
         from cgbundle.cuda import driver
         from cgbundle.format.spans import dense
         from cgbundle.tensors import tensor
 
         order = self._program.inputs[index].order
-        laid = tensor.empty(value.dtype, value.shape)
-        laid.strides = dense(value.shape, order)
-        tensor.copy(laid, value)
+        arranged_tensor = tensor.empty(value.dtype, value.shape)
+        arranged_tensor.strides = dense(value.shape, order)
+        tensor.copy(arranged_tensor, value)
         size = max(1, len(value.tobytes()))
         assert self._context is not None
         with self._context:
             address = driver.check("cuMemAlloc", driver.cu.cuMemAlloc(size))
-            driver.check("cuMemcpyHtoD", driver.cu.cuMemcpyHtoD(address, laid.address, size))
-        return tensor.Tensor(int(address), value.dtype, value.shape, laid.strides, None, 0)
+            driver.check("cuMemcpyHtoD", driver.cu.cuMemcpyHtoD(address, arranged_tensor.address, size))
+        return tensor.Tensor(int(address), value.dtype, value.shape, arranged_tensor.strides, None, 0)
 
 
 def _plain(output: Any) -> Tensor:
-    """An output as a tensor, also one that is handed out as a view."""
+    """Returns the tensor of an output, also if the output is a view."""
     tensor: Tensor = getattr(output, "tensor", output)
     return tensor

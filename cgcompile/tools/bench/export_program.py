@@ -1,10 +1,10 @@
-"""The bundle's exported program in the forms that baselines load: a Python file, so that they start without torch.export, or ONNX.
+"""Writes the bundle's exported program for baselines: as a Python file, which starts without torch.export, or as ONNX.
 
     python -m cgcompile.tools.bench.export_program JOB python|onnx
 
-`python` writes `job["program"]`: plain PyTorch operations in a class `Program`, a module without weights; `WEIGHTS` and `ZEROS`.
+`python` writes `job["program"]`: a class `Program` of PyTorch operations, without weights, and the tables `WEIGHTS` and `ZEROS`.
 A row of `WEIGHTS` is a parameter or buffer: its name, the tensor in weights.safetensors, the order of its axes in memory, whether
-it is a parameter.  `ZEROS` are dtype and shape of the tensors that the file does not hold, by name.
+it is a parameter.  `ZEROS` has dtype and shape, by name, of tensors that the file does not contain.
 `onnx` writes `job["onnx"]`, weights included; it needs the packages onnx and onnxscript.
 
 Private torch interfaces, in 2.11 and 2.13: `Graph.python_code` and its `globals`.
@@ -36,18 +36,18 @@ from ...transforms.marker_removal import without_markers
 from .protocol import fail, say
 
 FORWARD = "def forward(self"
-"""How torch begins the code of a graph."""
+"""The text with which torch begins the code of a graph."""
 
 KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def load(path: str, target: str) -> ExportedProgram:
-    """The program at `path` for the device `target`, without markers of moves between devices.  Raises baseline-unwritable."""
+    """Loads the program at `path` for the device `target`, without the operators that mark moves.  Raises baseline-unwritable."""
     from ...model.devices import tracking  # noqa: F401 (a program may hold the operators that mark moves)
 
     try:
         program = without_markers(torch.export.load(path))
-    except Exception as error:  # an operator of the user's that is registered nowhere here, above all
+    except Exception as error:  # mostly an operator of the user that is not registered in this process
         lines = str(error).strip().splitlines() or [""]
         raise BuildError(
             "baseline-unwritable", f"program.pt2: torch.export.load failed: {type(error).__name__}: {lines[0]}"
@@ -59,7 +59,7 @@ def load(path: str, target: str) -> ExportedProgram:
 
 
 def with_weights(program: ExportedProgram, weights: Mapping[str, Weight], path: str) -> ExportedProgram:
-    """`program`, changed in place, with its weights from the file at `path`; `weights` are the manifest's rows by name."""
+    """Loads the weights of `program` in place from the file at `path`.  `weights`: the manifest's rows by name."""
     from safetensors.torch import load_file
 
     tensors = load_file(path)
@@ -71,19 +71,21 @@ def with_weights(program: ExportedProgram, weights: Mapping[str, Weight], path: 
         order = memory_order(row.shape, row.strides)
         return tensors[row.tensor].permute(sorted(range(len(order)), key=order.__getitem__))
 
-    for name, hollow in program.state_dict.items():
+    for name, placeholder in program.state_dict.items():
         weight_tensor = weight(name)
         program.state_dict[name] = (
-            torch.nn.Parameter(weight_tensor, hollow.requires_grad) if isinstance(hollow, torch.nn.Parameter) else weight_tensor
+            torch.nn.Parameter(weight_tensor, placeholder.requires_grad)
+            if isinstance(placeholder, torch.nn.Parameter)
+            else weight_tensor
         )
-    for name, hollow in program.constants.items():
-        if isinstance(hollow, torch.Tensor):
+    for name, placeholder in program.constants.items():
+        if isinstance(placeholder, torch.Tensor):
             program.constants[name] = weight(name)
     return program
 
 
 def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> str:
-    """The file's text; `weights` are the manifest's rows by name.  Raises baseline-unwritable for what cannot be spelled."""
+    """Returns the file's text.  `weights`: the manifest's rows by name.  Raises baseline-unwritable if that is not possible."""
     inputs: list[str] = []
     rows: list[tuple[str, str, tuple[int, ...], bool]] = []
     used: list[Weight] = []
@@ -107,10 +109,10 @@ def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> st
     returned = f"return self.graph({', '.join(inputs)})"
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
         returned = _written_back(program, returned)
-    known: dict[str, Any] = {}
-    body = "\n".join(_class("Graph", program.graph_module, known))
+    globals_of_code: dict[str, Any] = {}
+    body = "\n".join(_class("Graph", program.graph_module, globals_of_code))
     parameters = ", ".join(name for name in inputs if not name.startswith("self."))
-    definitions = "\n".join(_definition(name, value) for name, value in sorted(known.items()))
+    definitions = "\n".join(_definition(name, value) for name, value in sorted(globals_of_code.items()))
     return f"""{definitions}
 
 WEIGHTS = {rows!r}
@@ -128,14 +130,11 @@ class Program(torch.nn.Module):
 """
 
 
-def _written_back(program: ExportedProgram, returned: str) -> str:
-    """The lines that call a program in its functional form, which one without outputs is stored in, and write to its buffers.
-
-    Raises baseline-unwritable where it has other outputs.
-    """
+def _written_back(program: ExportedProgram, return_line: str) -> str:
+    """Returns the lines that call a program in functional form, as programs without outputs are stored, and write its buffers."""
     signature = program.graph_signature
     names = {str(spec.target): spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.BUFFER}
-    lines = [returned.replace("return", "made =", 1)]
+    lines = [return_line.replace("return", "made =", 1)]
     for index, spec in enumerate(signature.output_specs):
         if spec.kind is not OutputKind.BUFFER_MUTATION or spec.target not in names:
             raise BuildError("baseline-unwritable", "program.pt2: an output is not an output of the model")
@@ -143,14 +142,14 @@ def _written_back(program: ExportedProgram, returned: str) -> str:
     return "\n        ".join([*lines, "return ()"])
 
 
-def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
-    """A class for a graph and those of the graphs that it calls (the branches of a condition), before it."""
+def _class(name: str, module: Any, globals_of_code: dict[str, Any]) -> Iterator[str]:
+    """Yields a class for a graph, after the classes of the graphs that it calls (branches of a condition)."""
     children = [(child, f"{name}_{child}") for child, _ in module.named_children()]
     for child, class_name in children:
-        yield from _class(class_name, getattr(module, child), known)
+        yield from _class(class_name, getattr(module, child), globals_of_code)
     code = module.graph.python_code("self")
     for word, value in code.globals.items():
-        if known.setdefault(word, value) is not value and value == value:
+        if globals_of_code.setdefault(word, value) is not value and value == value:
             raise BuildError("baseline-unwritable", f"program.pt2: the name {word!r} has two meanings in its graphs")
     head, separator, source = code.src.partition(FORWARD)
     if not separator or head.strip():
@@ -164,7 +163,7 @@ def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
 
 
 def _definition(name: str, value: Any) -> str:
-    """The line that defines `name` as `value`.  Raises baseline-unwritable."""
+    """Returns the line that defines `name` as `value`.  Raises baseline-unwritable."""
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
     if isinstance(value, float):
@@ -178,7 +177,7 @@ def _definition(name: str, value: Any) -> str:
 
 
 def main(path: str, form: str) -> None:
-    """Writes the file that the job names; answers when it is there, or why it is not."""
+    """Writes the file that the job requests, and reports the end, or the reason of a failure."""
     sys.excepthook = fail
     with open(path) as file:
         job = json.load(file)

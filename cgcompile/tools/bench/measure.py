@@ -1,7 +1,6 @@
-"""The benchmark: fresh workers in turns for cold starts, then one worker for the bundle and each
-baseline, whose calls are timed in turns.
+"""The benchmark: measures cold starts in new workers, then times calls in one worker for the bundle and one for each baseline.
 
-In turns, because a machine drifts: what slows down one of them for a while slows down the others as much.
+All take turns, because the machine's speed changes over time and then affects all of them equally.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from .report import BUNDLE, Benchmark, Error, Memory, Timing, Way, this_machine
 
 ROUNDS = 5
 SHOWN = 4
-"""int_keys that are measured without being asked for: baselines compile or capture each of them."""
+"""Default maximum number of measured int_keys; baselines compile or capture each of them."""
 
 COLD, WARM = "compile", "compile-warm"
-"""Baselines that differ in their cache alone: the first fills it, once; calls are timed in one worker for both."""
+"""Baselines that differ only in their cache: the first one fills it.  Calls of both are timed in one worker."""
 
 WORKER = {COLD: "compile", WARM: "compile"}
-"""What a worker is told to be, where it is not the baseline's own name."""
+"""The worker's argument, if it is not the baseline's name."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _State:
-    """What is known of one way so far."""
+    """Results of one baseline, or of the bundle, so far."""
 
     starts: list[tuple[float, ...]] = field(default_factory=list)
     seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
@@ -62,18 +61,18 @@ def measure(
     progress: Watcher | None = None,
     threads: int | None = None,
 ) -> Benchmark:
-    """Measures the bundle at `path` beside its baselines, and compares all outputs with the self-test's.
+    """Measures the bundle at `path` and its baselines, and compares all outputs with the self-test.
 
-    - `against`: names among `baselines.BASELINES`; default: all that this bundle's target has.
+    - `against`: names in `baselines.BASELINES`; default: all that the bundle's target supports.
     - `keys`: int_keys of the bundle; default: all, or four of many.
-    - `rounds`: fresh workers of each, and turns of timed calls; torch.compile with an empty cache is measured once.
-    - `threads`: how many a call uses on the CPU, of the bundle and of its baselines; default: what each takes by itself.
-    - `entry`: the one of several that is measured; default: the first.
+    - `rounds`: new workers of each, and turns of timed calls; torch.compile with an empty cache is measured once.
+    - `threads`: CPU threads of a call, for the bundle and its baselines; default: what each one uses by itself.
+    - `entry`: the entry that is measured; default: the first.
     - `model`: a model.py or package.module:attribute that PyTorch runs instead of the bundle's own program.
 
-    A baseline that fails, or whose packages are missing, has a row that says why.  KeyboardInterrupt ends the measuring: what was
-    found by then is returned.  Raises baseline-unknown, source-missing, bench-failed where the bundle does not run, and the errors
-    of a bad bundle.  ValueError: rounds below 1, or an int_key that the bundle lacks.
+    A baseline that fails, or whose packages are missing, has a row with the reason.  KeyboardInterrupt stops the benchmark and
+    returns the results so far.  Raises baseline-unknown, source-missing, bench-failed if the bundle does not run, and the errors of
+    an invalid bundle.  Raises ValueError for rounds below 1, or an int_key that the bundle lacks.
     """
     folder = os.path.abspath(path)
     bundle = Archive(os.fspath(path))
@@ -126,7 +125,7 @@ def measure(
 
 
 def some(keys: Sequence[IntKey], limit: int = SHOWN) -> list[IntKey]:
-    """At most `limit` of the int_keys, evenly from the smallest to the largest, in their order."""
+    """Returns at most `limit` int_keys, evenly spaced from the first to the last, in their order."""
     if len(keys) <= limit:
         return list(keys)
     return [keys[round(index * (len(keys) - 1) / (limit - 1))] for index in range(limit)]
@@ -137,7 +136,7 @@ def some(keys: Sequence[IntKey], limit: int = SHOWN) -> list[IntKey]:
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """The workers of one benchmark, with a working folder; `states` is filled."""
+    """The workers of one benchmark and their working folder.  Results go to `states`."""
 
     folder: Path
     job: Path
@@ -149,23 +148,23 @@ class _Run:
     own_model: bool
 
     def prepare(self, ways: Sequence[str], stages: Stages) -> None:
-        """The bundle once, to see whether it runs; then what baselines run: the program as Python, and as ONNX for ONNX Runtime."""
+        """Starts the bundle once, to check that it runs.  Then exports its program for the baselines, as Python and as ONNX."""
         torch = [name for name in ways if name in TORCH]
         exports = [(torch, "python", "the program as Python")] if torch and not self.own_model else []
         if "ort" in ways:
             exports.append((["ort"], "onnx", "the program for ONNX Runtime"))
         with stages("prepare") as tell:
             self._start(BUNDLE, tell, "", measured=False)
-            for names, form, what in exports:
-                tell(what)
+            for names, form, description in exports:
+                tell(description)
                 module, log = "cgcompile.tools.bench.export_program", self.folder / "prepare.log"
                 with self._failing(*names), WorkerProcess(module, self.job, form, log=log) as worker:
                     worker.answer()
-            tell.result(", ".join(["the bundle runs", *(what for _, _, what in exports)]))
+            tell.result(", ".join(["the bundle runs", *(description for _, _, description in exports)]))
 
     def cold(self, ways: Sequence[str], rounds: int, stages: Stages) -> None:
-        """Fresh workers: once to warm the page cache, then `rounds` times in turns.  torch.compile is measured the first time, too:
-        its own cache is empty then."""
+        """Measures cold starts of new workers: one start to warm the page cache, then `rounds` in turns.  torch.compile is measured
+        in the first start, with its empty cache."""
         turns = [name for name in ways if name != COLD]
         with stages("warm up") as tell:
             for name in turns:
@@ -184,9 +183,9 @@ class _Run:
             tell.result(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
 
     def calls(self, ways: Sequence[str], rounds: int, stages: Stages) -> None:
-        """One worker of each, all alive at once; one after the other times calls for a moment."""
-        several = COLD in ways and WARM in ways
-        timed = [name for name in ways if not (several and name == WARM)]
+        """Times calls in one worker of each; all workers live at the same time and take turns."""
+        shares_worker = COLD in ways and WARM in ways
+        timed = [name for name in ways if not (shares_worker and name == WARM)]
         kinds = ("call",) if self.cpu else ("device", "dispatch")
         with stages("calls") as tell, ExitStack() as stack:
             workers: dict[str, WorkerProcess] = {}
@@ -200,18 +199,18 @@ class _Run:
                     workers[name] = worker
             for index in range(rounds):
                 for number in range(len(self.keys)):
-                    for what in kinds:
+                    for kind in kinds:
                         for name, worker in list(workers.items()):
                             tell(f"round {index + 1} of {rounds}, {name}")
                             with self._failing(name):
-                                seconds = worker.ask(f"{what} {number}")["seconds"]
-                                self.states[name].seconds.setdefault((what, number), []).append(seconds)
+                                seconds = worker.ask(f"{kind} {number}")["seconds"]
+                                self.states[name].seconds.setdefault((kind, number), []).append(seconds)
                             if self.states[name].why:
                                 del workers[name]
             tell.result(f"{rounds} round{'s' if rounds > 1 else ''} in turns")
 
     def _start(self, name: str, tell: Callable[[str], None], when: str, measured: bool = True) -> None:
-        """One cold start."""
+        """Measures one cold start."""
         if not self.states[name].why:
             tell(f"{when}{name}")
             with self._failing(name), self._worker(name, self.cache if name == WARM else {}) as worker:
@@ -222,7 +221,7 @@ class _Run:
         return WorkerProcess(module, WORKER.get(name, name), self.job, *more, log=log, environment=environment)
 
     def _take(self, name: str, answer: dict[str, Any], start: bool) -> None:
-        """What a worker answered.  A start that is not measured still says whether the outputs are right."""
+        """Stores a worker's answer.  Outputs are checked even if the start is not measured."""
         state = self.states[name]
         if start:
             state.starts.append(tuple([answer["laps"].get(phase, 0.0) for phase in PHASES]))
@@ -236,7 +235,8 @@ class _Run:
             raise BuildError("bench-failed", "the bundle's process imported torch, so this does not measure serving without torch")
 
     def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
-        """The bundle has its own promise; a baseline may be as far from eager PyTorch as the bundle may, on its other side."""
+        """Returns the error and its bound.  For the bundle this is its own bound; for a baseline the bundle's error is added,
+        because both are compared with the self-test."""
         proof = next(proof for proof in self.spec.self_test.proofs if proof.key == self.keys[number])
         allowed = self.spec.self_test.bounds
         if name == BUNDLE:
@@ -244,12 +244,12 @@ class _Run:
         else:
             proof_errors = proof.errors or [proof.error] * len(allowed)
             allowed = tuple([bound + error if bound else 0.0 for bound, error in zip(allowed, proof_errors, strict=True)])
-        error, bound = nearest(zip(row["errors"], allowed, strict=False))  # state is not compared
+        error, bound = nearest(zip(row["errors"], allowed, strict=False))  # state is not compared, so `row` may be shorter
         return Error(key=self.keys[number], error=error, allowed=bound, exact=row["exact"])
 
     @contextmanager
     def _failing(self, *names: str) -> Iterator[None]:
-        """Those that fail say so in their rows.  Raises bench-failed where it is the bundle."""
+        """Records a failure in the rows of `names`.  Raises bench-failed if it is the bundle."""
         try:
             yield
         except BuildError as error:
@@ -277,7 +277,7 @@ def _way(name: str, state: _State, keys: Sequence[IntKey]) -> Way:
 
 
 def _notes(states: dict[str, _State], manifest: Manifest, spec: EntrySpec, model: str, load: float) -> list[tuple[str, str]]:
-    """What one must know to read the numbers."""
+    """Returns notes that explain the numbers."""
     notes = []
     cores = len(os.sched_getaffinity(0))
     if load > cores / 2:

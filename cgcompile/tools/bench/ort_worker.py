@@ -1,4 +1,4 @@
-"""ONNX Runtime in a worker."""
+"""Serves the model with ONNX Runtime in a worker."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 class OnnxModel:
-    """A `worker.ServedModel`.  On a GPU calls are timed with inputs and outputs bound there.
-    Kernels run on a stream of the session's own, so the GPU's time of a call is that of whole calls."""
+    """A `worker.ServedModel`.  On a GPU, timed calls have inputs and outputs bound on the GPU.  Kernels run on the session's own
+    stream, so GPU time is the time of whole calls."""
 
     def __init__(self, job: dict[str, Any], laps: Laps) -> None:
         import numpy
         import onnxruntime  # type: ignore[import-not-found, unused-ignore]
 
         laps.mark("import")
-        wanted = PROVIDERS[job["target"]]
-        if wanted not in onnxruntime.get_available_providers():
-            raise SystemExit(f"the onnxruntime that is installed has no {wanted}")
+        provider = PROVIDERS[job["target"]]
+        if provider not in onnxruntime.get_available_providers():
+            raise SystemExit(f"the onnxruntime that is installed has no {provider}")
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = job.get("threads") or 0  # 0: its own choice
-        self._session = onnxruntime.InferenceSession(job["onnx"], options, providers=[wanted])
+        options.intra_op_num_threads = job.get("threads") or 0  # 0: the default
+        self._session = onnxruntime.InferenceSession(job["onnx"], options, providers=[provider])
         laps.mark("load")
         from cgbundle.format import archive, file_names
         from cgbundle.format.file_names import entry_named
@@ -37,14 +37,14 @@ class OnnxModel:
         entry = entry_named(archive.read_manifest(job["bundle"]), job["entry"])
         self._dtypes = [output.dtype for output in entry.outputs]
         names = [node_arg.name for node_arg in self._session.get_inputs()]
-        self._given = [
+        self._feeds = [
             dict(zip(names, [numpy.asarray(value) for value in inputs_of(self._self_test, entry, tuple(key))], strict=True))
             for key in job["keys"]
         ]
         laps.skip()
 
     def call(self, key: int) -> None:
-        self._session.run(None, self._given[key])
+        self._session.run(None, self._feeds[key])
 
     def settle(self, key: int) -> None:
         if key:
@@ -54,13 +54,13 @@ class OnnxModel:
         from cgbundle.format import file_names
 
         outputs = []
-        for index, value in enumerate(self._session.run(None, self._given[key])):
+        for index, value in enumerate(self._session.run(None, self._feeds[key])):
             name = file_names.self_test_entry(self._job["keys"][key], "output", index, self._job["entry"])
             outputs.append((name, self._dtypes[index], value.tobytes()))
         return difference(self._self_test, outputs)
 
     def prepare(self, key: int) -> Callable[[], object]:
-        session, input_feed = self._session, self._given[key]
+        session, input_feed = self._session, self._feeds[key]
         if not self._gpu:
             return lambda: session.run(None, input_feed)
         binding = session.io_binding()
@@ -71,10 +71,10 @@ class OnnxModel:
         return lambda: session.run_with_iobinding(binding)
 
     def synchronize(self) -> None:
-        """Nothing: a session's run has waited."""
+        """Does nothing: `run` of a session waits for the GPU."""
 
     def elapsed(self, call: Callable[[], object], count: int) -> float:
-        """By the CPU's clock: every call waits for the GPU."""
+        """Measures with the CPU's clock: every call waits for the GPU."""
         from time import perf_counter
 
         start = perf_counter()

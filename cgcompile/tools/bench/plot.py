@@ -1,6 +1,6 @@
-"""A benchmark as a picture: one self-contained SVG, which follows the reader's light or dark mode.  Pure.
+"""Draws a benchmark as one self-contained SVG, which follows the reader's light or dark mode.  Pure functions.
 
-Bars are medians, whiskers the smallest and the largest value.  Cold starts and memory have a linear axis; the times of int_keys may
+Bars are medians, whiskers the smallest and the largest value.  Cold starts and memory have a linear axis.  Times of int_keys can
 differ much, so every int_key has its own axis.
 """
 
@@ -58,7 +58,7 @@ class Panel:
 
 
 def svg(report: Benchmark) -> str:
-    """The picture's text."""
+    """Returns the SVG's text."""
     shown_panels = [panel for panel in panels(report) if panel.bars]
     body: list[str] = []
     top = 46.0
@@ -80,7 +80,7 @@ def svg(report: Benchmark) -> str:
 
 
 def panels(report: Benchmark) -> list[Panel]:
-    """Cold starts, calls per kind and int_key, memory."""
+    """Returns the panels: cold starts, calls by kind and int_key, memory."""
     all_panels = [
         Panel(
             title="cold start: seconds from process start",
@@ -89,11 +89,11 @@ def panels(report: Benchmark) -> list[Panel]:
         )
     ]
     titles = {"call": "time of a call", "device": "GPU time of a call", "dispatch": "CPU time of a call"}
-    for what in report.kinds():
+    for kind in report.kinds():
         for key, name in zip(report.keys, report.names, strict=True):
-            timings = [(way, timing) for way in report.ways if (timing := way.timing(what, key))]
+            timings = [(way, timing) for way in report.ways if (timing := way.timing(kind, key))]
             bars = [_bar(way, [second * 1e6 for second in timing.seconds], "us") for way, timing in timings]
-            all_panels.append(Panel(title=f"{titles[what]}, {name}: microseconds", bars=tuple(bars)))
+            all_panels.append(Panel(title=f"{titles[kind]}, {name}: microseconds", bars=tuple(bars)))
     used = [(way, way.memory) for way in report.ways if way.memory]
     if any(memory.device >= 0 for _, memory in used):
         bars = [_bar(way, [memory.device / 2**20], "MiB") for way, memory in used if memory.device >= 0]
@@ -118,7 +118,7 @@ def _bar(way: Way, values: Sequence[float], unit: str) -> Bar:
 
 
 def _draw(panel: Panel, top: float, body: list[str]) -> float:
-    """Adds the panel's elements below `top`; returns where it ends."""
+    """Adds the panel's elements below `top` and returns its bottom."""
     top += GAP - 10
     body.append(_text(10, top, panel.title, "title"))
     left = float(LEFT)
@@ -133,26 +133,26 @@ def _draw(panel: Panel, top: float, body: list[str]) -> float:
     top += 8
     for bar in panel.bars:
         body.append(_text(10, top + BAR - 2, bar.name))
-        at = float(LEFT)
+        x = float(LEFT)
         for kind, length in bar.pieces:
             width = length * scale
-            body.append(f'<rect class="{kind}" x="{at:.1f}" y="{top:.0f}" width="{width:.1f}" height="{BAR}"/>')
-            at += width
+            body.append(f'<rect class="{kind}" x="{x:.1f}" y="{top:.0f}" width="{width:.1f}" height="{BAR}"/>')
+            x += width
         low, high, middle = LEFT + bar.low * scale, LEFT + bar.high * scale, top + BAR / 2
         if high - low >= 1:
             body.append(f'<path class="whisker" d="M{low:.1f} {middle - 3:.0f}v6M{low:.1f} {middle:.0f}H{high:.1f}m0 -3v6"/>')
-        body.append(_text(max(at, high) + 6, top + BAR - 2, bar.text, "dim"))
+        body.append(_text(max(x, high) + 6, top + BAR - 2, bar.text, "dim"))
         top += ROW
     return top
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    of = f' class="{kind}"' if kind else ""
-    return f'<text{of} x="{x:.0f}" y="{y:.0f}">{_safe(text)}</text>'
+    class_attribute = f' class="{kind}"' if kind else ""
+    return f'<text{class_attribute} x="{x:.0f}" y="{y:.0f}">{_safe(text)}</text>'
 
 
 def _safe(text: str) -> str:
-    """`text` for XML, without characters that are not printable: names come from a bundle."""
+    """Escapes `text` for XML and removes unprintable characters, because names come from a bundle."""
     return escape("".join([c for c in text if c.isprintable()]))
 
 

@@ -1,4 +1,4 @@
-"""Starting workers and reading their answers."""
+"""Starts workers and reads their answers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ...errors import BuildError
 from .protocol import MARK, SPAWNED, now
 
 PACKAGES = (Path(__file__).resolve().parents[3], Path(cgbundle.__file__).resolve().parents[1])
-"""The folders that hold cgcompile and cgbundle."""
+"""The folders that contain cgcompile and cgbundle."""
 
 LONGEST = 300
-"""Characters of a reason."""
+"""Maximum characters of a reason."""
 
 
 class WorkerProcess:
-    """`python -m MODULE ARGUMENTS`; its standard error goes to `log`.  A context manager that ends it, whatever it is doing.
+    """Runs `python -m MODULE ARGUMENTS` with standard error in `log`.  The context manager kills it at the end.
 
-    It has a session of its own: it ends together with all that it starts (compile workers), and an interrupt of the terminal's
-    reaches the parent alone.
+    It has its own session: it ends together with its children (compile workers), and only the parent receives an interrupt of the
+    terminal.
     """
 
     def __init__(self, module: str, *arguments: object, log: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -49,7 +49,7 @@ class WorkerProcess:
             )
 
     def answer(self) -> dict[str, Any]:
-        """The next answer.  Raises baseline-failed with what the process said when it failed or ended."""
+        """Returns the next answer.  Raises baseline-failed with the reason if the process failed or ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(MARK):
@@ -60,9 +60,9 @@ class WorkerProcess:
         raise BuildError("baseline-failed", self._death(self._process.wait()))
 
     def ask(self, request: str) -> dict[str, Any]:
-        """The answer to a line.  Raises as `answer` does."""
+        """Sends a line and returns the answer.  Raises as `answer` does."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: the answer says how
+        with suppress(BrokenPipeError):  # it has ended; `answer` raises the reason
             self._process.stdin.write(f"{request}\n")
             self._process.stdin.flush()
         return self.answer()
@@ -71,26 +71,26 @@ class WorkerProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with suppress(ProcessLookupError):  # it and all that it started have ended
+        with suppress(ProcessLookupError):  # the session has already ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                with suppress(BrokenPipeError):  # a request that it did not read
+                with suppress(BrokenPipeError):  # it did not read a request
                     stream.close()
 
     def _death(self, status: int) -> str:
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        said = f": {lines[-1][:LONGEST]}" if lines else ""
+        last_line = f": {lines[-1][:LONGEST]}" if lines else ""
         if status == -signal.SIGKILL:
-            return f"killed by signal 9, as the system does when memory runs out{said}"
-        return f"killed by signal {-status}{said}" if status < 0 else f"ended with exit status {status}{said}"
+            return f"killed by signal 9, as the system does when memory runs out{last_line}"
+        return f"killed by signal {-status}{last_line}" if status < 0 else f"ended with exit status {status}{last_line}"
 
 
 def write_job(
     folder: str, manifest: Manifest, entry: EntrySpec, keys: Sequence[IntKey], model: str, scratch: Path, threads: int | None = None
 ) -> Path:
-    """The file that tells workers what to serve; `protocol` says what its fields are."""
+    """Writes the job file for workers; `protocol` describes its fields."""
     job = {
         "bundle": folder,
         "target": manifest.target.kind,
@@ -116,7 +116,7 @@ def write_job(
 
 
 def compiler_cache(folder: Path) -> dict[str, str]:
-    """Environment variables that keep what torch.compile caches inside `folder`, and ask no remote cache."""
+    """Returns environment variables that put the caches of torch.compile into `folder` and disable remote caches."""
     return {
         "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),
         "TRITON_CACHE_DIR": os.fspath(folder / "triton"),
@@ -130,6 +130,6 @@ def compiler_cache(folder: Path) -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """What every worker inherits: this environment, with the packages of this tree where they are not installed."""
+    """Returns the environment of every worker: this one, with the packages of this source tree in PYTHONPATH."""
     paths = [*map(os.fspath, PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,4 +1,4 @@
-"""What a benchmark found: values, their medians, ratios to the bundle's, and where it ran."""
+"""Results of a benchmark: values, medians, ratios to the bundle, and the machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FIRST = PHASES[:-1]
 """The phases up to the first output."""
 
 PACKAGES = ("torch", "triton", "onnxruntime", "cuda-bindings")
-"""Those whose versions matter, where they are installed."""
+"""Packages whose versions are reported, if installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
     """Seconds of one call at an int_key, a value per round.
 
-    `what`: "call" is the whole call on the CPU; "dispatch" the CPU's part of it on a GPU; "device" its time by the GPU's clock."""
+    `what`: "call" is the whole call on the CPU; "dispatch" its CPU time on a GPU target; "device" its GPU time."""
 
     what: str
     key: IntKey
@@ -40,10 +40,10 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes that a worker takes when every int_key is ready.
+    """Bytes that a worker uses when every int_key is ready.
 
-    `resident`: in main memory; `own`: those of it that no other process shares and no file backs; `device`: on the GPU beside the
-    CUDA context (-1: no GPU, or not known)."""
+    `resident`: in main memory; `own`: the part that is private and not backed by a file; `device`: on the GPU in addition to the
+    CUDA context (-1: no GPU, or unknown)."""
 
     resident: int
     own: int
@@ -52,8 +52,8 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Error:
-    """How far a way's outputs are from the self-test's: of the one nearest to its bound the error, and what is allowed.
-    `exact`: all bits were the same."""
+    """The difference between outputs and the self-test: error and bound of the output nearest to its bound.  `exact`: bitwise
+    equal."""
 
     key: IntKey
     error: float
@@ -62,14 +62,14 @@ class Error:
 
     @property
     def wrong(self) -> bool:
-        """Whether the outputs are not the model's."""
+        """Whether the error exceeds its bound."""
         return not (self.exact or (self.error <= self.allowed and self.allowed > 0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """One way to serve the model.  `starts`: seconds of each phase (`protocol.PHASES`), a row per fresh process.  `why` says in one
-    line why there is nothing, or nothing more, about it ("" where all was measured)."""
+    """One way to serve the model.  `starts`: seconds of each phase (`protocol.PHASES`), a row per process.  `why`: one line that
+    says why it was not, or not completely, measured; "" if it was."""
 
     name: str
     starts: tuple[tuple[float, ...], ...]
@@ -79,26 +79,26 @@ class Way:
     why: str
 
     def firsts(self) -> list[float]:
-        """Seconds from process start to the first output, per start."""
+        """Returns for each start the seconds from process start to the first output."""
         return [sum(start[: len(FIRST)]) for start in self.starts]
 
     def readies(self) -> list[float]:
-        """Seconds from process start until every measured int_key is ready, per start."""
+        """Returns for each start the seconds until every measured int_key is ready."""
         return [sum(start) for start in self.starts]
 
     def phase(self, index: int) -> float:
-        """The median of one phase, seconds."""
+        """Returns the median seconds of one phase."""
         return median([start[index] for start in self.starts])
 
     def timing(self, what: str, key: IntKey) -> Timing | None:
-        """The calls of one kind at an int_key, where they were measured."""
+        """Returns the timing of a kind of call at an int_key, or None."""
         return next((timing for timing in self.timings if (timing.what, timing.key) == (what, key)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Where it was measured.  `gpu` and `driver`, its CUDA version, are "" and 0 for a bundle of the cpu target.
-    `load`: the load average before measuring; `date`: UTC, ISO 8601."""
+    """The machine of the benchmark.  For a bundle of the cpu target `gpu` is "" and `driver`, the driver's CUDA version, is 0.
+    `load`: the load average before the benchmark; `date`: UTC, ISO 8601."""
 
     processor: str
     cores: int
@@ -111,10 +111,10 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """The bundle at `path` beside its baselines; the first of `ways` is the bundle.
+    """Results of the bundle at `path` and its baselines; the first of `ways` is the bundle.
 
-    `keys`: the int_keys that were measured, named in `names`, of `recorded` in all.  `notes` (topic, text): what one must know to
-    read it.  `interrupted`: not everything was measured."""
+    `keys`: the measured int_keys, with their `names`, of `recorded` in total.  `notes` (topic, text) explain the numbers.
+    `interrupted`: not everything was measured."""
 
     path: str
     name: str
@@ -130,11 +130,11 @@ class Benchmark:
 
     @property
     def bundle(self) -> Way:
-        """The bundle's own row."""
+        """The row of the bundle."""
         return self.ways[0]
 
     def wrong(self) -> list[str]:
-        """A sentence for every way and int_key whose outputs are not the model's."""
+        """Returns a sentence for every wrong output, by way and int_key."""
         names = dict(zip(self.keys, self.names, strict=True))
         return [
             f"{way.name}: outputs at {names[deviation.key]} differ by {deviation.error:.1e}, "
@@ -145,11 +145,11 @@ class Benchmark:
         ]
 
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of timings that this target has."""
+        """Returns the kinds of timings of this target."""
         return ("call",) if self.target == "cpu" else ("device", "dispatch")
 
     def plain(self) -> dict[str, Any]:
-        """All numbers and ratios of medians to the bundle's, for JSON: infinities are text."""
+        """Returns all numbers, and ratios of medians to the bundle's, for JSON.  Infinities become text."""
         document = _finite(asdict(self))
         for way, row in zip(self.ways, document["ways"], strict=True):
             row["starts"] = [dict(zip(PHASES, start, strict=True)) for start in way.starts]
@@ -161,7 +161,7 @@ class Benchmark:
 
 
 def this_machine(about: dict[str, Any], load: float) -> Machine:
-    """This machine, now; `about` is what the bundle's worker said of the GPU, `load` the load average before."""
+    """Describes this machine.  `about`: the GPU facts of the bundle's worker; `load`: the load average before the benchmark."""
     versions = {"python": platform.python_version(), "cgcompile": VERSION}
     for package in PACKAGES:
         try:
@@ -180,7 +180,7 @@ def this_machine(about: dict[str, Any], load: float) -> Machine:
 
 
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
-    """How many times as long as the bundle a baseline takes, by medians; None where one of them was not measured."""
+    """Returns the baseline's median divided by the bundle's, None if one of them was not measured."""
     return median(theirs) / median(ours) if theirs and ours and median(ours) > 0 else None
 
 

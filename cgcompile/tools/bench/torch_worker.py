@@ -1,7 +1,7 @@
-"""PyTorch in a worker: eager, torch.compile, or CUDA graphs captured by hand.
+"""Serves the model with PyTorch in a worker: eager, torch.compile, or CUDA graphs captured by hand.
 
-The model is the user's own module, or the bundle's program as Python source (`export_program`).  The latter starts faster than most
-modules: nothing is built and initialized before its weights are loaded.
+The model is the user's module, or the bundle's program as Python source (`export_program`).  The program starts faster than most
+modules, because it does not initialize weights before they are loaded.
 
 Private torch interfaces, in 2.11 and 2.13: `torch._dynamo.config.recompile_limit`, `torch._dynamo.utils.counters`.
 """
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from .protocol import Laps
 
 WARMUPS = 3
-"""Runs before a capture, as PyTorch's documentation has them.
+"""Runs before a capture, as in PyTorch's documentation.
 
-As many calls bring torch.compile with mode="reduce-overhead" to replaying an int_key: one runs, one records, one replays."""
+torch.compile with mode="reduce-overhead" needs as many calls until it replays an int_key: a run, a recording, a replay.
+"""
 
 
 class TorchModel:
-    """A `worker.ServedModel`, `how` being eager, compile or manual."""
+    """A `worker.ServedModel`; `how` is eager, compile or manual."""
 
     def __init__(self, how: str, job: dict[str, Any], laps: Laps) -> None:
         torch.set_grad_enabled(False)
@@ -49,8 +50,8 @@ class TorchModel:
         if how == "compile":
             torch._dynamo.config.recompile_limit = max(8, len(job["keys"]) + 1)
             self._function = torch.compile(self._function, mode="reduce-overhead" if self._gpu else None, dynamic=False)
-            laps.mark("import")  # of the compiler
-        self._given = [_inputs(job, key) for key in range(len(job["keys"]))]
+            laps.mark("import")  # importing the compiler
+        self._self_test_inputs = [_inputs(job, key) for key in range(len(job["keys"]))]
         laps.skip()
 
     def call(self, key: int) -> None:
@@ -72,12 +73,12 @@ class TorchModel:
         for _ in range(self._job["calls"]):
             inputs = self._fresh(key)
             tensors = [output.to("cpu", copy=True) for output in self._model.outputs(self._run(key, inputs))]
-        places = [("output", index) for index in range(self._job["outputs"])]
-        places += [("mutated", index) for index in self._job["mutated"]]
+        positions = [("output", index) for index in range(self._job["outputs"])]
+        positions += [("mutated", index) for index in self._job["mutated"]]
         tensors += [inputs[index].to("cpu") for index in self._job["mutated"]]
-        if len(tensors) != len(places):
-            raise SystemExit(f"the model gave {len(tensors)} tensors, the bundle's self-test has {len(places)}")
-        rows = [self._beside_stored(key, *place, value) for place, value in zip(places, tensors, strict=True)]
+        if len(tensors) != len(positions):
+            raise SystemExit(f"the model gave {len(tensors)} tensors, the bundle's self-test has {len(positions)}")
+        rows = [self._beside_stored(key, *place, value) for place, value in zip(positions, tensors, strict=True)]
         return {"errors": [error for error, _ in rows], "exact": all(exact for _, exact in rows)}
 
     def _beside_stored(self, key: int, kind: str, index: int, got: torch.Tensor) -> tuple[float, bool]:
@@ -91,8 +92,8 @@ class TorchModel:
         with closing(Mapped(f"{self._job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)) as self_test:
             if name not in self_test.entries:  # condensed
                 return beside_stored(self_test, name, str(got.dtype).removeprefix("torch."), bytes(raw(got).numpy()))
-            want = _tensor(self_test, name)
-            return compare(want, got).error, torch.equal(want, got)
+            expected = _tensor(self_test, name)
+            return compare(expected, got).error, torch.equal(expected, got)
 
     def prepare(self, key: int) -> Callable[[], object]:
         inputs = self._fresh(key)
@@ -106,7 +107,7 @@ class TorchModel:
             torch.cuda.synchronize()
 
     def elapsed(self, call: Callable[[], object], count: int) -> float:
-        """Between two events on the current stream."""
+        """Measures between two events on the current stream."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(count):
@@ -126,15 +127,15 @@ class TorchModel:
         return facts
 
     def _fresh(self, key: int) -> list[torch.Tensor]:
-        """The inputs on the device; copies where the model writes to them."""
-        return [tensor.to(self._device, copy=bool(self._job["mutated"])) for tensor in self._given[key]]
+        """Returns the inputs on the device, copied if the model writes to inputs."""
+        return [tensor.to(self._device, copy=bool(self._job["mutated"])) for tensor in self._self_test_inputs[key]]
 
     def _run(self, key: int, inputs: Sequence[torch.Tensor]) -> Any:
         if self._how == "manual":
             if key not in self._graphs:
                 self._capture(key, inputs)
             graph, static, outputs = self._graphs[key]
-            for static_input, tensor in zip(static, inputs, strict=True):  # as a careful user does it: copy, replay, read
+            for static_input, tensor in zip(static, inputs, strict=True):  # a user would also copy, replay, read
                 static_input.copy_(tensor)
             graph.replay()
             for index in self._job["mutated"]:
@@ -165,14 +166,14 @@ class TorchModel:
 
 
 class InitialBuffers:
-    """The buffers of a module as they are now, by name: a call may put another tensor in their place."""
+    """Keeps copies of a module's buffers by name, because a call may replace a buffer by another tensor."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._values = {name: buffer.clone() for name, buffer in module.named_buffers()}
 
     def restore(self) -> None:
-        """Puts back what calls have changed."""
+        """Restores the values of the buffers."""
         for name, buffer in self._module.named_buffers():
             if name in self._values:
                 buffer.copy_(self._values[name])
@@ -201,17 +202,17 @@ class ProgramModule:
                 self.module.register_buffer(name, placed[tensor, order, parameter])
 
     def arrange(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """(args, kwargs) of a call."""
+        """Returns (args, kwargs) of a call."""
         return tensors, {}
 
     def outputs(self, result: Any) -> Sequence[torch.Tensor]:
-        """The result's tensors in the signature's order."""
+        """Returns the result's tensors in the signature's order."""
         tensors: Sequence[torch.Tensor] = result
         return tensors
 
 
 class UserModule:
-    """The user's own module with its own weights."""
+    """The user's module with its own weights."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from ...model.load import load_source
@@ -229,21 +230,21 @@ class UserModule:
         self._call = [(name, builder(tree)) for name, tree in job["call"]]
 
     def arrange(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """(args, kwargs) of a call: by position as far as the module's forward() takes them so."""
+        """Returns (args, kwargs) of a call, positional where the module's forward() allows it."""
         import inspect
 
-        left = {name: build(tensors) for name, build in self._call}
+        remaining = {name: build(tensors) for name, build in self._call}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for place, (name, parameter) in enumerate(inspect.signature(self._written).parameters.items()):
+        for position, (name, parameter) in enumerate(inspect.signature(self._written).parameters.items()):
             if parameter.kind is parameter.VAR_POSITIONAL:
-                args += [left.pop(argument) for argument in list(left) if argument.startswith(f"{name}_")]
+                args += [remaining.pop(argument) for argument in list(remaining) if argument.startswith(f"{name}_")]
             elif parameter.kind is parameter.VAR_KEYWORD:
-                kwargs |= left
-            elif name in left and parameter.kind is not parameter.KEYWORD_ONLY and not kwargs and len(args) == place:
-                args.append(left.pop(name))
-            elif name in left:
-                kwargs[name] = left.pop(name)
+                kwargs |= remaining
+            elif name in remaining and parameter.kind is not parameter.KEYWORD_ONLY and not kwargs and len(args) == position:
+                args.append(remaining.pop(name))
+            elif name in remaining:
+                kwargs[name] = remaining.pop(name)
         return args, kwargs
 
     def outputs(self, result: Any) -> Sequence[torch.Tensor]:
@@ -256,8 +257,8 @@ class UserModule:
 
 
 def _inputs(job: dict[str, Any], key: int) -> list[torch.Tensor]:
-    """The self-test's inputs at an int_key, on the CPU, in the signature's layout."""
-    from cgbundle.format import file_names  # late: the start is measured without it
+    """Returns the self-test's inputs at an int_key, on the CPU, in the signature's layout."""
+    from cgbundle.format import file_names  # late: not part of the measured start
     from cgbundle.format.safetensors import Mapped
 
     with closing(Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)) as self_test:
@@ -275,7 +276,7 @@ def _tensor(self_test: Mapped, name: str) -> torch.Tensor:
 
 
 def _imported(path: str) -> Any:
-    """A file of Python as a module that can be found by its name, as torch.compile wants it."""
+    """Imports a Python file and registers it in sys.modules, as torch.compile requires."""
     import sys
     from importlib.util import module_from_spec, spec_from_file_location
 

@@ -1,10 +1,10 @@
 """A measured process: `python -m cgcompile.tools.bench.worker WAY JOB [stay]`.
 
-It serves every int_key of the job once.  Then it says how long each phase of its start took, how far its outputs are from the
-self-test's, and what memory it takes.  With `stay` it times calls, one line on its standard input at a time, until that ends:
-`call 0`, `dispatch 0` or `device 0`, where the number is the position of an int_key in the job.
+It serves every int_key of the job once.  Then it reports the seconds of each phase of its start, the errors of its outputs against
+the self-test, and its memory.  With `stay` it then times calls, one per line of standard input until its end: `call 0`, `dispatch
+0` or `device 0`.  The number is the position of an int_key in the job.
 
-WAY is `bundle`, which imports cgbundle alone, `eager`, `compile`, `manual` or `ort`.  JOB is a file of `processes.write_job`.
+WAY is `bundle`, which imports only cgbundle, `eager`, `compile`, `manual` or `ort`.  JOB is a file of `processes.write_job`.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUDGET = 0.2
-"""Seconds that one request to time calls takes, about."""
+"""Approximate seconds of one request to time calls."""
 
 FEWEST, MOST = 3, 1000
-"""Calls per request."""
+"""Minimum and maximum calls per request."""
 
 BURST = 4
-"""Calls between two synchronizations when dispatch is timed: the GPU still runs the first while the last is launched.
-More would fill the driver's queue of launches (1024) where a baseline launches every kernel, and the CPU would wait."""
+"""Calls between two synchronizations when dispatch is timed: the GPU still runs the first while the last is launched.  More would
+fill the driver's launch queue (1024 entries) when a baseline launches every kernel, and the CPU would wait."""
 
 
 class ServedModel(Protocol):
-    """A model ready to be called at the int_key at position `key` of the job's."""
+    """A model that can be called.  `key` is the position of an int_key in the job."""
 
     def call(self, key: int) -> None:
-        """One call with inputs in host memory until its outputs are there, too."""
+        """Makes one call with inputs in host memory, and waits until its outputs are in host memory."""
 
     def settle(self, key: int) -> None:
-        """Calls until this int_key is served at full speed; the first one was called once before."""
+        """Makes calls until this int_key runs at full speed.  The first int_key was called once before."""
 
     def differs(self, key: int) -> dict[str, Any]:
-        """{"errors", "exact"} of a call against the self-test's outputs: `protocol.difference`."""
+        """Compares a call with the self-test's outputs: {"errors", "exact"}, see `protocol.difference`."""
 
     def prepare(self, key: int) -> Callable[[], object]:
-        """A call whose inputs are where the model takes them, and whose outputs stay where it leaves them."""
+        """Returns a call whose inputs and outputs stay on the model's device."""
 
     def synchronize(self) -> None:
         """Waits for the GPU."""
 
     def elapsed(self, call: Callable[[], object], count: int) -> float:
-        """Seconds of `count` calls back to back by the GPU's clock."""
+        """Returns the seconds of `count` consecutive calls, by the GPU's clock."""
 
     def about(self) -> dict[str, Any]:
-        """What else the answer holds: see `protocol`."""
+        """Returns further fields of the answer: see `protocol`."""
 
 
 def main(way: str, path: str, *more: str) -> None:
-    """Answers once everything is ready, then every request."""
+    """Opens the model, reports its start once it is ready, and with STAY times calls until stdin ends."""
     laps = Laps()
     laps.mark("start")
     sys.excepthook = fail
@@ -75,8 +75,8 @@ def main(way: str, path: str, *more: str) -> None:
     if list(more) == [STAY]:
         calls = [served.prepare(key) for key in keys]
         for line in sys.stdin:
-            what, number = line.split()
-            say({"seconds": TIMERS[what](served, calls[int(number)])})
+            kind, number = line.split()
+            say({"seconds": TIMERS[kind](served, calls[int(number)])})
 
 
 def _open(way: str, job: dict[str, Any], laps: Laps, stays: bool) -> ServedModel:
@@ -97,15 +97,15 @@ def _open(way: str, job: dict[str, Any], laps: Laps, stays: bool) -> ServedModel
 
 
 def time_calls(served: ServedModel, call: Callable[[], object]) -> float:
-    """The median of single calls, seconds.  Freeing the result is not part of it."""
+    """Returns the median seconds of single calls, without freeing the result."""
     from statistics import median
 
-    _seconds_of_each(call, BUDGET / 10, 1)  # the processor's caches held another worker
+    _seconds_of_each(call, BUDGET / 10, 1)  # warm up: the processor's caches contain another worker's data
     return median(_seconds_of_each(call, BUDGET))
 
 
 def time_dispatch(served: ServedModel, call: Callable[[], object]) -> float:
-    """The median of the CPU's part of single calls, seconds: launching never waits for the GPU."""
+    """Returns the median CPU seconds of single calls; launches never wait for the GPU."""
     from statistics import median
     from time import perf_counter
 
@@ -119,7 +119,7 @@ def time_dispatch(served: ServedModel, call: Callable[[], object]) -> float:
 
 
 def time_device(served: ServedModel, call: Callable[[], object]) -> float:
-    """Seconds per call by the GPU's clock, calls back to back."""
+    """Returns the GPU seconds per call, for consecutive calls."""
     once = served.elapsed(call, FEWEST) / FEWEST
     count = max(FEWEST, min(MOST, int(BUDGET / max(once, 1e-6))))
     return served.elapsed(call, count) / count
@@ -142,7 +142,7 @@ def _seconds_of_each(call: Callable[[], object], budget: float, fewest: int = FE
 
 
 def resident_bytes() -> dict[str, int]:
-    """Bytes of this process in memory: `resident` all, `own` those that no other process shares and no file backs."""
+    """Returns bytes of this process in memory: `resident` all, `own` those that are private and not backed by a file."""
     with open("/proc/self/smaps_rollup") as file:
         rows = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in file) if "kB" in rest}
     return {"resident": rows["Rss"], "own": rows["Private_Dirty"]}

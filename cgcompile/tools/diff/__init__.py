@@ -1,5 +1,5 @@
-"""diff: what differs between two bundles, from their files alone: no GPU, no torch.
+"""diff: compares two bundles by their files, without a GPU and without torch.
 
-Where and when a bundle was built does not count, nor do bytes of parameters that no kernel reads.  So two builds of one model with
-the same versions and options do not differ.  Everything else counts, also what a later version of the format adds.
+Place and time of a build are ignored, and so are bytes of parameters that no kernel reads.  So two builds of one model with the
+same versions and options do not differ.  Everything else counts, also fields that a later version of the format adds.
 """

@@ -1,4 +1,4 @@
-"""A bundle on disk, and its files as they are needed.  Messages of errors begin with the bundle's path: there are two."""
+"""Opens a bundle and reads its files on demand.  Error texts begin with the bundle's path, because diff opens two bundles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cgcompile.bundle.recordings import Recording, decode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleFiles:
-    """An opened bundle: its sound manifest, and the manifest's files by path."""
+    """An open bundle: its checked manifest, and the manifest's files by path."""
 
     path: str
     bundle: Archive
@@ -31,27 +31,27 @@ class BundleFiles:
 
     @property
     def variants(self) -> dict[str, BundleFiles]:
-        """The bundle, opened for each of its variants, by their names.  Raises as `open_bundle`."""
+        """The bundle opened for each of its variants, by name.  Raises as `open_bundle`."""
         by_name = {}
         for number, target in enumerate(self.bundle.variants.targets()):
-            with _about(self.path):
+            with _errors_with_path(self.path):
                 opened = Archive(self.path)
                 opened.choose(number)
                 by_name[variant_name(target)] = _opened(self.path, opened)
         return by_name
 
     def rank(self, number: int) -> BundleFiles:
-        """The bundle of another rank of a model over several GPUs.  Raises as `open_bundle`."""
-        with _about(self.path):
+        """Opens the bundle of another rank of a model on several GPUs.  Raises as `open_bundle`."""
+        with _errors_with_path(self.path):
             return _opened(self.path, self.bundle.rank(number))
 
 
 def open_bundle(path: str) -> BundleFiles:
-    """The bundle at `path`: its manifest is checked, and every file has its length.
+    """Opens the bundle at `path`, checks its manifest and the length of every file.
 
     Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid, file-damaged.
     """
-    with _about(path):
+    with _errors_with_path(path):
         return _opened(path, Archive(path))
 
 
@@ -64,33 +64,33 @@ def _opened(path: str, bundle: Archive) -> BundleFiles:
 
 
 def recording(bundle: BundleFiles, name: str) -> Recording:
-    """The recording in a file of the bundle.  Raises file-damaged, table-invalid."""
-    with _about(bundle.path):
+    """Reads a recording of the bundle.  Raises file-damaged, table-invalid."""
+    with _errors_with_path(bundle.path):
         return decode(bundle.bundle.data(name), name)
 
 
 def table(bundle: BundleFiles, name: str) -> Table:
-    """The columns of a recording in a file of the bundle.  Raises file-damaged, table-invalid."""
-    with _about(bundle.path):
+    """Reads the columns of a recording of the bundle.  Raises file-damaged, table-invalid."""
+    with _errors_with_path(bundle.path):
         return Table(bundle.bundle.data(name), name)
 
 
 def module_states(bundle: BundleFiles) -> tuple[ModuleState, ...]:
-    """What the data symbols of the bundle's images hold; () without any.  Raises file-damaged, table-invalid."""
+    """Reads the contents of the data symbols in the bundle's images; () if there are none.  Raises file-damaged, table-invalid."""
     name = bundle.manifest.module_state
     if not name:
         return ()
-    with _about(bundle.path):
+    with _errors_with_path(bundle.path):
         return decode_states(bundle.bundle.data(name), name)
 
 
 @contextmanager
 def tensors(bundle: BundleFiles, name: str) -> Iterator[Mapped]:
-    """A safetensors file of the bundle, mapped, its header checked against the manifest; the data is not hashed, gigabytes may be.
+    """Maps a safetensors file of the bundle.  Checks its header against the manifest, and does not hash the data.
 
     Raises weights-invalid.
     """
-    with _about(bundle.path):
+    with _errors_with_path(bundle.path):
         _CHECKS[name](bundle.bundle)
         mapped = bundle.bundle.mapped(name)
     with closing(mapped):
@@ -103,7 +103,7 @@ _CHECKS: dict[str, Callable[[Archive], None]] = {
 
 
 @contextmanager
-def _about(path: str) -> Iterator[None]:
+def _errors_with_path(path: str) -> Iterator[None]:
     try:
         yield
     except CgbundleError as error:

@@ -1,4 +1,4 @@
-"""Two bundles -> their differences."""
+"""Compares two bundles."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from .bundle_files import BundleFiles, module_states
 from .differences import Difference
 
 UNCOUNTED = ("created", "source", "machine")
-"""What of a bundle's provenance is no difference: where and when it was built, not what it is."""
+"""Fields of the provenance that are ignored: place and time of the build."""
 
 PARTS = (
     "bundle", "target", "signature", "sizes", "memory", "weights", "regions", "steps", "kernels", "nodes", "module state",
     "findings", "self-test", "versions", "options", "files",
 )  # fmt: skip
-"""The parts, in the order in which they are told."""
+"""The parts in the order of the report."""
 
 
 def compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
-    """Everything that differs, by part; () for two builds of the same thing.
+    """Returns all differences, sorted by part; () for two builds of the same model.
 
-    Of bundles with several variants, those of one name are compared; what differs alike in all of them is told once.  Files to
-    which both manifests give the same SHA-256 are not read: `cgcompile verify` says whether they have it.
-    Raises file-damaged, table-invalid, weights-invalid for a file that has to be read and is damaged.
+    If bundles have several variants, variants of the same name are compared.  A difference that all variants have is reported once.
+    Files with equal SHA-256 in both manifests are not read; `cgcompile verify` checks them.  Raises file-damaged, table-invalid,
+    weights-invalid for a damaged file.
     """
     if max(len(side.bundle.variants) for side in (a, b)) == 1:
         return _compare(a, b)
     sides = (a.variants, b.variants)
     common = [name for name in sides[0] if name in sides[1]]
     by_variant = {name: _compare(sides[0][name], sides[1][name]) for name in common}
-    alike = [row for row in by_variant[common[0]] if all(row in rows for rows in by_variant.values())] if common else []
-    rows = [*manifests.variants(*map(list, sides)), *alike]
+    shared_rows = [row for row in by_variant[common[0]] if all(row in rows for rows in by_variant.values())] if common else []
+    rows = [*manifests.variants(*map(list, sides)), *shared_rows]
     for name, variant_rows in by_variant.items():
-        rows += [replace(row, name=" ".join(filter(None, [name, row.name]))) for row in variant_rows if row not in alike]
+        rows += [replace(row, name=" ".join(filter(None, [name, row.name]))) for row in variant_rows if row not in shared_rows]
     return tuple(sorted(rows, key=lambda row: PARTS.index(row.part)))
 
 
 def _compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
-    """Of one variant of each."""
+    """Compares one variant of each bundle."""
     rows = [*manifests.compare(a.manifest, b.manifest), *contents.weights(a, b), *contents.self_test(a, b)]
-    same = recordings.same_tables(a, b)
-    launched = [{} if same else recordings.launches(side) for side in (a, b)]
+    same_recordings = recordings.same_tables(a, b)
+    launched = [{} if same_recordings else recordings.launches(side) for side in (a, b)]
     rows += [*recordings.compare_kernels(*launched), *recordings.compare_nodes(a, b)]
     if _state_hash(a) != _state_hash(b):
         rows += recordings.compare_module_states(module_states(a), module_states(b))
     parts = {row.part for row in rows}
-    ranks = set(_of_ranks(a, b))
-    known = {*_explained_files(a, launched[0], parts), *_explained_files(b, launched[1], parts)}
+    ranks = set(_rank_differences(a, b))
+    explained = {*_explained_files(a, launched[0], parts), *_explained_files(b, launched[1], parts)}
     if ranks:
         rows += ranks
-        known |= {path for side in (a, b) for path in side.files if path.startswith(file_names.RANKS)}
-    rows += contents.files(a, b, known)
+        explained |= {path for side in (a, b) for path in side.files if path.startswith(file_names.RANKS)}
+    rows += contents.files(a, b, explained)
     return tuple(sorted(rows, key=lambda row: PARTS.index(row.part)))
 
 
-def _of_ranks(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
-    """What differs of the ranks other than 0 that both have: see `schema.World`."""
+def _rank_differences(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
+    """Yields the differences of the ranks above 0 that both bundles have: see `schema.World`."""
     sizes = [world.size if world and not world.rank else 1 for world in (a.manifest.world, b.manifest.world)]
     for number in range(1, min(sizes)):
         for row in compare(a.rank(number), b.rank(number)):
@@ -71,9 +71,9 @@ def _state_hash(bundle: BundleFiles) -> str:
 
 
 def _explained_files(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -> Iterator[str]:
-    """The files whose differences, if any, are those of `parts` that were told of.
+    """Yields files whose differences `parts` already report.
 
-    A recording that differs in nothing that was told differs in bytes that no kernel reads.
+    If two recordings differ and no difference was reported, the difference is in bytes that no kernel reads.
     """
     yield from recordings.files(bundle).values()
     yield from [f"kernels/{image}" for images in launched.values() for image in images]

@@ -1,4 +1,4 @@
-"""What the files hold that are not recordings: tensors element by element, and whether any other file has other contents."""
+"""Compares files other than recordings: tensors by element, and other files by hash."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .bundle_files import BundleFiles, tensors
 from .differences import Difference, value_text
 
 BLOCK = 1 << 16
-"""Bytes compared at a time: both blocks stay in the processor's cache.  Equal ones pass at 5 GB/s, others are counted at 0.25."""
+"""Bytes compared at a time; both blocks fit into the processor's cache.  Equal blocks run at 5 GB/s, counting at 0.25 GB/s."""
 
 
 def weights(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
-    """The tensors of weights and tables that both have in one dtype and layout: how many elements differ, as bits."""
+    """Counts differing elements, bitwise, of tensors that both bundles have with equal dtype and layout."""
     for name in (file_names.WEIGHTS, file_names.TABLES):
-        if _both_other(a, b, name):
+        if _differs_in_both(a, b, name):
             yield from _tensors(a, b, name)
 
 
@@ -35,10 +35,10 @@ def _tensors(a: BundleFiles, b: BundleFiles, file: str) -> Iterator[Difference]:
 
 
 def self_test(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
-    """The tensors of exam.safetensors for the int_keys that both have."""
-    if not _both_other(a, b, file_names.SELF_TEST):
+    """Compares the tensors of exam.safetensors for the int_keys that both bundles have."""
+    if not _differs_in_both(a, b, file_names.SELF_TEST):
         return
-    keys = [set(_calls(side)) for side in (a, b)]
+    keys = [set(_key_prefixes(side)) for side in (a, b)]
     with tensors(a, file_names.SELF_TEST) as mine, tensors(b, file_names.SELF_TEST) as theirs:
         for name in sorted({*mine.entries, *theirs.entries}):
             if name.rpartition("/")[0].rpartition("/")[0] not in keys[0] & keys[1]:
@@ -52,15 +52,15 @@ def self_test(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
                 yield Difference(part="self-test", name=name, a=shapes[0], b=shapes[1])
 
 
-def _calls(bundle: BundleFiles) -> Iterator[str]:
-    """What the names of an int_key's tensors begin with, of all entries."""
+def _key_prefixes(bundle: BundleFiles) -> Iterator[str]:
+    """Yields for every int_key of every entry the prefix of its tensors' names."""
     for entry in bundle.manifest.entries:
         for program in entry.programs:
             yield file_names.self_test_entry(program.key, "input", 0, entry.name).removesuffix("/input/0")
 
 
 def files(a: BundleFiles, b: BundleFiles, known: Collection[str]) -> Iterator[Difference]:
-    """Files that only one has, or that have other contents, but for those of which another part has `known`."""
+    """Yields files that only one bundle has or that differ, without the files in `known`, which other parts report."""
     for name in sorted({*a.files, *b.files} - {*known}):
         mine, theirs = a.files.get(name), b.files.get(name)
         if mine is None or theirs is None or mine.sha256 != theirs.sha256:
@@ -69,8 +69,8 @@ def files(a: BundleFiles, b: BundleFiles, known: Collection[str]) -> Iterator[Di
             yield Difference(part="files", name=name, a=sizes[0], b=sizes[1], note=note)
 
 
-def _both_other(a: BundleFiles, b: BundleFiles, name: str) -> bool:
-    """Whether both have the file, with other contents."""
+def _differs_in_both(a: BundleFiles, b: BundleFiles, name: str) -> bool:
+    """Returns whether both bundles have the file, with different contents."""
     return name in a.files and name in b.files and a.files[name].sha256 != b.files[name].sha256
 
 
@@ -84,16 +84,16 @@ def _elements(part: str, name: str, mine: Mapped, theirs: Mapped) -> Iterator[Di
 
 
 def differing(a: memoryview, b: memoryview, width: int) -> int:
-    """How many elements of `width` bytes (a power of 2) differ between two pieces of memory of one length.
+    """Counts the elements of `width` bytes (a power of 2) that differ between two buffers of equal length.
 
-    Two unequal blocks are taken as one large number each: in their exclusive or, every element's bits are gathered in its lowest
-    bit, and these are counted.
+    Unequal blocks are converted to large integers and combined with exclusive or.  The bits of every element are merged into its
+    lowest bit, and these bits are counted.
     """
     count = 0
-    for at in range(0, len(a), BLOCK):
-        one, other = bytes(a[at : at + BLOCK]), bytes(b[at : at + BLOCK])
-        if one != other:
-            bits = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
+    for begin in range(0, len(a), BLOCK):
+        block, other_block = bytes(a[begin : begin + BLOCK]), bytes(b[begin : begin + BLOCK])
+        if block != other_block:
+            bits = int.from_bytes(block, "little") ^ int.from_bytes(other_block, "little")
             shift = 4 * width
             while shift:
                 bits |= bits >> shift
@@ -104,5 +104,5 @@ def differing(a: memoryview, b: memoryview, width: int) -> int:
 
 @cache
 def _lowest(width: int) -> int:
-    """The lowest bit of every element of a block."""
+    """Returns an integer with the lowest bit of every element of a block set."""
     return int.from_bytes((b"\1" + bytes(width - 1)) * (BLOCK // width), "little")

@@ -1,4 +1,4 @@
-"""A difference, and how rows of one kind are set side by side."""
+"""Defines a difference, and compares rows of two manifests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cgbundle.format.size_expressions import text as size_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """`name` is what differs within `part`, `field` which of its properties, "" for the whole.  `a` and `b` are what the bundles
-    have, as text, None where one has none; `note` says it where two texts would not; `facts` are its numbers, for programs.
-    `measured`: a rounding error that each build measured anew; it says nothing while it is within its bound."""
+    """`name`: what differs within `part`; `field`: its property, or "" for the whole row.  `a` and `b`: the two values as text,
+    None if a bundle has none.  `note` replaces them if they would not explain the difference.  `facts`: numbers for programs.
+    `measured`: a rounding error that each build measures; it can be ignored while it is within its bound."""
 
     part: str
     name: str
@@ -28,7 +28,7 @@ class Difference:
 
     @property
     def change(self) -> str:
-        """added, removed or changed, from A to B."""
+        """The kind of change from A to B: added, removed or changed."""
         if self.note or (self.a is None) == (self.b is None):
             return "changed"
         return "added" if self.a is None else "removed"
@@ -37,25 +37,25 @@ class Difference:
 T = TypeVar("T")
 
 Row = Mapping[str, Any]
-"""A record as its fields, with names in the place of positions."""
+"""The fields of a record, with names instead of positions."""
 
 
 BARE = ("dtype", "shape")
-"""Fields that need no name beside their value."""
+"""Fields that are printed without their name."""
 
 ROW_MAJOR = "row-major"
 
 PLAIN = ("", (), None, False, ROW_MAJOR, "weights")
-"""Values that go without saying where a whole row is told."""
+"""Default values, which are not printed in the text of a row."""
 
 
 def as_row(record: Any, *leave: str, **instead: Any) -> Row:
-    """A dataclass as a Row: without the fields `leave`, `instead` in the place of others or beside them."""
+    """Converts a dataclass to a Row, without the fields `leave`, and with `instead` added or replacing fields."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record) if field.name not in leave} | instead
 
 
 def value_text(value: Any) -> str:
-    """A field's value as text: `[batch, 2*seq]`, `rows`, `none`."""
+    """Formats a field's value: `[batch, 2*seq]`, `rows`, `none`."""
     if isinstance(value, tuple | list):
         operation = len(value) == 3 and value[0] in ("+", "-", "*", "//", "%")
         return size_text(tuple(value)) if operation else f"[{', '.join(map(value_text, value))}]"
@@ -65,26 +65,26 @@ def value_text(value: Any) -> str:
 
 
 def row_text(row: Row) -> str:
-    """A whole row on one line: `float32 [2, 3], memory state`."""
+    """Formats a row as one line: `float32 [2, 3], memory state`."""
     texts = [value_text(row[name]) for name in BARE if name in row]
     rest = [f"{name} {value_text(value)}" for name, value in row.items() if name not in BARE and value not in PLAIN]
     return ", ".join([*([" ".join(texts)] if texts else []), *rest])
 
 
 def compare_fields(part: str, name: str, a: Row, b: Row) -> Iterator[Difference]:
-    """The differences between two rows of one name; where `name` is "", the fields are what has names."""
+    """Yields the differences between two rows of one name.  If `name` is "", each field's name is used."""
     for key in dict.fromkeys([*a, *b]):
-        one, other = a.get(key), b.get(key)
-        if one != other:
-            facts = {"a": one, "b": other} if type(one) is int and type(other) is int else {}
+        value, other_value = a.get(key), b.get(key)
+        if value != other_value:
+            facts = {"a": value, "b": other_value} if type(value) is int and type(other_value) is int else {}
             yield Difference(
-                part=part, name=name or key, field=key if name else "", a=value_text(one), b=value_text(other), facts=facts
+                part=part, name=name or key, field=key if name else "", a=value_text(value), b=value_text(other_value), facts=facts
             )  # fmt: skip
 
 
 def compare_rows(part: str, a: Mapping[str, Row], b: Mapping[str, Row], *, ordered: bool = True) -> Iterator[Difference]:
-    """The differences between named rows: those changed and removed in A's order, those added, and, if it matters, whether those in
-    both stand in another order."""
+    """Yields the differences between named rows: changed and removed rows in A's order, then added ones, and, if `ordered`, a
+    difference in the order of common rows."""
     for name, mine in a.items():
         if name in b:
             yield from compare_fields(part, name, mine, b[name])
@@ -100,7 +100,7 @@ def compare_rows(part: str, a: Mapping[str, Row], b: Mapping[str, Row], *, order
 
 
 def unique_names(rows: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Rows by name; one that has the name of an earlier one is numbered: `relu`, `relu (2)`."""
+    """Returns rows by name.  A repeated name gets a number: `relu`, `relu (2)`."""
     by_name: dict[str, T] = {}
     seen: Counter[str] = Counter()
     for name, row in rows:

@@ -1,6 +1,6 @@
-"""What two manifests say: everything but what stands in other files.
+"""Compares two manifests.
 
-Rows are matched by name, values and steps by position; where a row refers to another by its number, names are compared.
+Rows are matched by name, values and steps by position.  References by number are replaced by names before the comparison.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ELSEWHERE = frozenset({
     "target", "entries", "random", "weights", "frozen", "memories", "regions", "module_state", "donations", "donated", "allowed",
     "state_dimensions", "engine", "provenance", "files",
 })  # fmt: skip
-"""Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
+"""Manifest fields with a comparison below or in other modules.  All others, also of a later format, are compared directly."""
 
 Pair = tuple[EntrySpec, EntrySpec]
-"""An entry of one bundle, and that of its name of the other one."""
+"""The entries of one name in both bundles."""
 
 MEASURED = ("error", "errors", "distance")
-"""Fields of a proof that are measured: of two builds of one model the last digits may differ."""
+"""Measured fields of a proof; their last digits may differ between two builds of one model."""
 
 
 def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    """The differences, part by part; of what each entry has for itself, entry by entry."""
+    """Yields the differences by part; differences of entries follow entry by entry."""
     both = (a, b)
     pairs = common_entries(a, b)
     yield from compare_fields("bundle", "", *[as_row(manifest, *ELSEWHERE) for manifest in both])
@@ -44,27 +44,27 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from compare_fields("signature", "", *[_state_rows(manifest) for manifest in both])
     yield from _engine(a, b)
     for pair in pairs:
-        yield from _of_entry(pair, _signature(both, pair))
+        yield from _with_entry_name(pair, _signature(both, pair))
         per_size = [file_names.per_size(manifest, entry) for manifest, entry in zip(both, pair, strict=True)]
         exported = [{"exported": "per size" if is_per_size else "dynamic"} for is_per_size in per_size]
-        yield from _of_entry(pair, compare_fields("sizes", "", *exported))
+        yield from _with_entry_name(pair, compare_fields("sizes", "", *exported))
         sizes = [{dimension.name: as_row(dimension, "name") for dimension in entry.dimensions} for entry in pair]
-        yield from _of_entry(pair, compare_rows("sizes", *sizes))
+        yield from _with_entry_name(pair, compare_rows("sizes", *sizes))
     yield from _memory(a, b)
     yield from compare_rows("weights", *[_weights(manifest) for manifest in both])
     yield from _regions(a, b)
     for pair in pairs:
         yield from _steps(both, pair)
         findings = [unique_names([(finding.rule, as_row(finding, "rule")) for finding in entry.findings]) for entry in pair]
-        yield from _of_entry(pair, compare_rows("findings", *findings))
-        yield from _of_entry(pair, _proofs(*pair))
+        yield from _with_entry_name(pair, compare_rows("findings", *findings))
+        yield from _with_entry_name(pair, _proofs(*pair))
     yield from _sets("findings", "allowed", a.allowed, b.allowed)
     yield from compare_fields("versions", "", *[dict(manifest.provenance.versions) for manifest in both])
     yield from compare_fields("options", "", *[dict(manifest.provenance.options) for manifest in both])
 
 
 def _engine(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    """The graphs of an engine by their keys, and its tensors by name."""
+    """Compares an engine's graphs by key and its tensors by name."""
     engines = [manifest.engine for manifest in (a, b)]
     yield from _sets("signature", "graphs", *[[graph.key for graph in engine.graphs] if engine else [] for engine in engines])
     rows = [{row.name: as_row(row, "name") for row in engine.tensors} if engine else {} for engine in engines]
@@ -73,24 +73,24 @@ def _engine(a: Manifest, b: Manifest) -> Iterator[Difference]:
 
 
 def variants(a: Sequence[str], b: Sequence[str]) -> Iterator[Difference]:
-    """Of the names of two bundles' variants."""
+    """Compares the names of two bundles' variants."""
     yield from _sets("target", "variants", a, b)
 
 
 def key_text(entry: EntrySpec, key: Sequence[int]) -> str:
-    """An int_key for people: `batch=8, seq=128`."""
+    """Formats an int_key: `batch=8, seq=128`."""
     text = ", ".join([f"{dimension.name}={size}" for dimension, size in zip(entry.dimensions, key, strict=True)]) or "no dimensions"
     return text if entry.name == FORWARD else f"{entry.name}: {text}"
 
 
 def common_entries(a: Manifest, b: Manifest) -> list[Pair]:
-    """The entries that both have."""
+    """Returns the entries that both manifests have."""
     theirs = {entry.name: entry for entry in b.entries}
     return [(entry, theirs[entry.name]) for entry in a.entries if entry.name in theirs]
 
 
-def _of_entry(pair: Pair, differences: Iterator[Difference]) -> Iterator[Difference]:
-    """Differences of an entry, with its name before theirs where it is not `forward`."""
+def _with_entry_name(pair: Pair, differences: Iterator[Difference]) -> Iterator[Difference]:
+    """Adds the entry's name to the names of its differences, unless it is `forward`."""
     entry = pair[0].name
     for difference in differences:
         labelled = difference if entry == FORWARD else replace(difference, name=": ".join(filter(None, [entry, difference.name])))
@@ -98,13 +98,13 @@ def _of_entry(pair: Pair, differences: Iterator[Difference]) -> Iterator[Differe
 
 
 def common_programs(a: EntrySpec, b: EntrySpec) -> list[tuple[str, Program, Program]]:
-    """The programs of the int_keys that both have, with the key as text; `sizes` tells of the others."""
+    """Returns the programs of the int_keys that both entries have, with the key as text.  `sizes` reports other keys."""
     theirs = {program.key: program for program in b.programs}
     return [(key_text(a, mine.key), mine, theirs[mine.key]) for mine in a.programs if mine.key in theirs]
 
 
 def step_regions(manifest: Manifest, program: Program) -> list[str]:
-    """The name of every step's region, "" for a copy."""
+    """Returns the name of every step's region, "" for a copy."""
     return ["" if step.kind == "copy" else manifest.regions[step.region].name for step in program.steps]
 
 
@@ -112,8 +112,8 @@ def step_regions(manifest: Manifest, program: Program) -> list[str]:
 
 
 def _sets(part: str, name: str, a: Sequence[str], b: Sequence[str]) -> Iterator[Difference]:
-    gone, new = sorted(set(a) - set(b)), sorted(set(b) - set(a))
-    texts = [f"only in {side}: {', '.join(names)}" for side, names in (("A", gone), ("B", new)) if names]
+    removed, added = sorted(set(a) - set(b)), sorted(set(b) - set(a))
+    texts = [f"only in {side}: {', '.join(names)}" for side, names in (("A", removed), ("B", added)) if names]
     if texts or tuple(a) != tuple(b):
         yield Difference(part=part, name=name, note="; ".join(texts) or f"{value_text(a)} -> {value_text(b)}")
 
@@ -123,9 +123,9 @@ def _signature(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Differen
     for side in ("input", "output"):
         yield from compare_rows("signature", *[_specs(manifest, entry, side) for manifest, entry in sides])
     trees = [{"call": entry.call, "result": entry.result} for entry in pair]
-    for name, what in (("call", "nesting of the inputs"), ("result", "nesting of the outputs")):
+    for name, label in (("call", "nesting of the inputs"), ("result", "nesting of the outputs")):
         texts = [json.dumps(tree[name], separators=(",", ":")) for tree in trees]
-        yield from compare_fields("signature", "", {what: texts[0]}, {what: texts[1]})
+        yield from compare_fields("signature", "", {label: texts[0]}, {label: texts[1]})
     yield from compare_fields("signature", "", *[{"parameters": _parameters(entry)} for entry in pair])
     mutated = [tuple([_weight_name(manifest, index) for index in entry.mutated_buffers]) for manifest, entry in sides]
     yield from compare_fields("signature", "", *[{"mutated buffers": names} for names in mutated])
@@ -147,7 +147,7 @@ def _donations(manifest: Manifest) -> list[str]:
 
 
 def _specs(manifest: Manifest, entry: EntrySpec, side: str) -> dict[str, Row]:
-    """The inputs or outputs: what the call does to them is a property of theirs."""
+    """Returns the inputs or outputs, with the effects of the call on them as fields."""
     if side == "input":
         return {
             f"{side} {spec.name}": as_row(spec, "name", mutated=index in entry.mutated_inputs)
@@ -163,12 +163,12 @@ def _specs(manifest: Manifest, entry: EntrySpec, side: str) -> dict[str, Row]:
 
 
 def _counted(entry: EntrySpec, output: int) -> str:
-    """The axes of an output whose sizes depend on data."""
+    """Returns the axes of an output whose sizes depend on data."""
     return ", ".join([f"axis {row.axis}" for row in entry.data_sizes if row.output == output])
 
 
 def _parameters(entry: EntrySpec) -> list[str]:
-    """What there is to say of the parameters of the call beside their names and nesting: `by name, default 1.0`."""
+    """Describes kind and default of the call's parameters: `by name, default 1.0`."""
     defaults = [
         "" if parameter.default is None else f", default {recorded_constant(parameter.default)!r}" for parameter in entry.parameters
     ]
@@ -176,7 +176,7 @@ def _parameters(entry: EntrySpec) -> list[str]:
 
 
 def _shared(manifest: Manifest, entry: EntrySpec, alias: Alias | None) -> str:
-    """What an output shares its memory with."""
+    """Returns the name of the tensor with which an output shares memory."""
     if alias is None:
         return ""
     if alias.memory in ("inputs", "outputs"):
@@ -205,12 +205,12 @@ def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
 
 def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Difference]:
     for field in compare_fields("memory", name, a, b):
-        known = field.facts
-        yield replace(field, b=f"{field.b} bytes ({known['b'] - known['a']:+})" if known else field.b)
+        sizes = field.facts
+        yield replace(field, b=f"{field.b} bytes ({sizes['b'] - sizes['a']:+})" if sizes else field.b)
 
 
 def _weights(manifest: Manifest) -> dict[str, Row]:
-    """By name; also which cannot be updated, and what these hold."""
+    """Returns rows by name; rows of frozen weights also contain the reason and the hash of their contents."""
     names = [weight.name for weight in manifest.weights]
     frozen = {
         names[row.weight]: {"frozen": row.reason, "holds": row.sha256, **({"read at": row.where} if row.where else {})}
@@ -241,7 +241,7 @@ def _regions(a: Manifest, b: Manifest) -> Iterator[Difference]:
 
 
 def _steps(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Difference]:
-    """Per int_key the chain of steps, and where that is the same the first value that differs."""
+    """Compares for every int_key the sequence of steps, and if it is equal, the first value that differs."""
     for key, mine, theirs in common_programs(*pair):
         chains = [
             value_text([f"{step.kind} {name}".strip() for step, name in zip(row.steps, step_regions(manifest, row), strict=True)])
@@ -252,23 +252,23 @@ def _steps(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Difference]:
             continue
         yield from compare_fields("steps", key, *[{"lowering": _chosen(program)} for program in (mine, theirs)])
         values = list(zip_longest(_values(pair[0], mine), _values(pair[1], theirs), fillvalue=("nothing", "nothing")))
-        other = [(one, two) for one, two in values if one != two]
-        if other:
-            (where, before), (other_where, after) = other[0]
-            same = where == other_where
-            note = f"{where} {before} -> {after if same else f'{other_where} {after}'}"
-            note += f"; {len(other) - 1} more of {len(values)} values differ" if len(other) > 1 else ""
-            yield Difference(part="steps", name=key, note=note, facts={"values": len(values), "differ": len(other)})
+        differing = [(first, second) for first, second in values if first != second]
+        if differing:
+            (where, before), (other_where, after) = differing[0]
+            same_place = where == other_where
+            note = f"{where} {before} -> {after if same_place else f'{other_where} {after}'}"
+            note += f"; {len(differing) - 1} more of {len(values)} values differ" if len(differing) > 1 else ""
+            yield Difference(part="steps", name=key, note=note, facts={"values": len(values), "differ": len(differing)})
 
 
 def _chosen(program: Program) -> str:
-    """The lowering that was chosen among several, "" where there was one.  What they took differs from build to build."""
+    """Returns the chosen lowering, "" if there was no choice.  Their times differ from build to build and are not compared."""
     return next((lowering.name for lowering in program.lowerings if lowering.chosen), "")
 
 
 def _values(entry: EntrySpec, program: Program) -> list[tuple[str, str]]:
-    """Every value that the call or a step reads or writes: where, and what it is.  Its number is part of that: on the cpu target
-    all lie at offset 0."""
+    """Returns every value that the call or a step reads or writes: its place and a description.  The description contains the
+    number, because all values of the cpu target have offset 0."""
     uses = [(f"input {spec.name}", index) for spec, index in zip(entry.inputs, program.inputs, strict=True)]
     uses += [(f"output {spec.name}", index) for spec, index in zip(entry.outputs, program.outputs, strict=True)]
     for number, step in enumerate(program.steps):
@@ -292,6 +292,6 @@ def _proofs(a: EntrySpec, b: EntrySpec) -> Iterator[Difference]:
 
 
 def _beyond(a: Proof, b: Proof) -> str:
-    """`of B is beyond its bound: 2.0e-03, allowed 1.0e-04`, or ""."""
+    """Describes errors beyond their bounds: `of B is beyond its bound: 2.0e-03, allowed 1.0e-04`, or ""."""
     sides = [(side, proof) for side, proof in (("A", a), ("B", b)) if not proof.error <= proof.tolerance]
     return "; ".join([f"of {side} is beyond its bound: {proof.error:.1e}, allowed {proof.tolerance:.1e}" for side, proof in sides])

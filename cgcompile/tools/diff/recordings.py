@@ -1,4 +1,4 @@
-"""Recordings: the kernels that all of them launch, and node by node what two of one int_key and region do."""
+"""Compares recordings: the kernels that they launch, and the nodes of each int_key and region."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Launches = Mapping[str, Counter[str]]
 """Symbol -> SHA-256 of an image -> launches per call, summed over all int_keys."""
 
 SHOWN = 3
-"""Images of one symbol that are named before the rest is counted."""
+"""Maximum number of images of a symbol that are listed."""
 
 
 def launches(bundle: BundleFiles) -> Launches:
-    """What the bundle's recordings launch.  Raises file-damaged, table-invalid."""
+    """Counts the kernels that the bundle's recordings launch.  Raises file-damaged, table-invalid."""
     by_symbol: dict[str, Counter[str]] = {}
     for name in files(bundle).values():
         view = table(bundle, name)
@@ -32,13 +32,13 @@ def launches(bundle: BundleFiles) -> Launches:
 
 
 def same_tables(a: BundleFiles, b: BundleFiles) -> bool:
-    """Whether both have the same recordings, by their hashes."""
+    """Returns whether two bundles have the same recordings, by their hashes."""
     hashes = [{where: bundle.files[name].sha256 for where, name in files(bundle).items()} for bundle in (a, b)]
     return hashes[0] == hashes[1]
 
 
 def compare_kernels(a: Launches, b: Launches) -> Iterator[Difference]:
-    """Symbols that only one launches, or from other images, or not as often; those launched most first."""
+    """Yields symbols that only one launches, or from other images, or at another count; the most launched ones first."""
     for symbol in sorted({*a, *b}, key=lambda name: (-max(a.get(name, Counter()).total(), b.get(name, Counter()).total()), name)):
         mine, theirs = a.get(symbol, Counter()), b.get(symbol, Counter())
         facts = {"launches_a": mine.total(), "launches_b": theirs.total()}
@@ -46,22 +46,22 @@ def compare_kernels(a: Launches, b: Launches) -> Iterator[Difference]:
             sides = [_images(counts) if counts else None for counts in (mine, theirs)]
             yield Difference(part="kernels", name=symbol, a=sides[0], b=sides[1], facts=facts)
             continue
-        gone = Counter({image: number for image, number in mine.items() if image not in theirs})
-        new = Counter({image: number for image, number in theirs.items() if image not in mine})
-        if gone or new:
-            yield Difference(part="kernels", name=symbol, field="image", a=_images(gone), b=_images(new), facts=facts)
+        removed = Counter({image: number for image, number in mine.items() if image not in theirs})
+        added = Counter({image: number for image, number in theirs.items() if image not in mine})
+        if removed or added:
+            yield Difference(part="kernels", name=symbol, field="image", a=_images(removed), b=_images(added), facts=facts)
         elif mine != theirs:
             yield Difference(part="kernels", name=symbol, a=_images(mine), b=_images(theirs), facts=facts)
 
 
 def _images(counts: Counter[str]) -> str:
-    """`3af2c01b9d11 (4 launches)`."""
+    """Formats launch counts: `3af2c01b9d11 (4 launches)`."""
     texts = [f"{image[:DIGITS]} ({count} launch{'' if count == 1 else 'es'})" for image, count in counts.most_common(SHOWN)]
     return ", ".join([*texts, *([f"{len(counts) - SHOWN} more images"] if len(counts) > SHOWN else [])]) or "none"
 
 
 def compare_nodes(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
-    """Per int_key and region of both: the number of nodes by kind, the first one that differs, and the edges."""
+    """Compares for each common int_key and region the numbers of nodes by kind, the first differing node, and the edges."""
     theirs = files(b)
     for where, name in files(a).items():
         if where in theirs and a.files[name].sha256 != b.files[theirs[where]].sha256:
@@ -69,26 +69,26 @@ def compare_nodes(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
 
 
 def compare_recordings(where: str, a: Recording, b: Recording) -> Iterator[Difference]:
-    """The differences between two recordings, under the name `where`."""
+    """Yields the differences between two recordings, with the name `where`."""
     counts = [Counter([kind(node) for node in recording.nodes]) for recording in (a, b)]
     if counts[0] != counts[1]:
         facts = {"nodes_a": counts[0].total(), "nodes_b": counts[1].total()}
         yield Difference(part="nodes", name=where, a=_kinds(counts[0]), b=_kinds(counts[1]), facts=facts)
-    together = min(len(a.nodes), len(b.nodes))
-    differing = [(number, node_changes) for number in range(together) if (node_changes := changes(a, b, number))]
+    common = min(len(a.nodes), len(b.nodes))
+    differing = [(number, node_changes) for number in range(common) if (node_changes := changes(a, b, number))]
     if differing:
-        alone = [number for number, node_changes in differing if [name for name, _ in node_changes] == [IMAGE]]
-        first, first_changes = next((pair for pair in differing if pair[0] not in alone), differing[0])
-        head = f"{len(differing)} of {together} nodes differ" + (f", {len(alone)} in the kernel's image alone" if alone else "")
+        images = [number for number, node_changes in differing if [name for name, _ in node_changes] == [IMAGE]]
+        first, first_changes = next((pair for pair in differing if pair[0] not in images), differing[0])
+        head = f"{len(differing)} of {common} nodes differ" + (f", {len(images)} in the kernel's image alone" if images else "")
         if len(a.nodes) != len(b.nodes):
-            head = f"alike up to node {first}" if not alone else f"but for images alike up to node {first}"
-        what = "; ".join([f"{name} {texts}" for name, texts in first_changes])
-        facts = {"nodes": together, "differ": len(differing), "images": len(alone), "first": first}
-        yield Difference(part="nodes", name=where, note=f"{head}; node {first} ({title(a, first)}): {what}", facts=facts)
+            head = f"alike up to node {first}" if not images else f"but for images alike up to node {first}"
+        detail = "; ".join([f"{name} {texts}" for name, texts in first_changes])
+        facts = {"nodes": common, "differ": len(differing), "images": len(images), "first": first}
+        yield Difference(part="nodes", name=where, note=f"{head}; node {first} ({title(a, first)}): {detail}", facts=facts)
     elif len(a.nodes) != len(b.nodes):
-        side, longer = ("A", a) if len(a.nodes) > together else ("B", b)
-        note = f"node {together} ({title(longer, together)}) and what follows it: only in {side}"
-        yield Difference(part="nodes", name=where, note=note, facts={"first": together})
+        side, longer = ("A", a) if len(a.nodes) > common else ("B", b)
+        note = f"node {common} ({title(longer, common)}) and what follows it: only in {side}"
+        yield Difference(part="nodes", name=where, note=note, facts={"first": common})
     if a.bodies != b.bodies and counts[0] == counts[1]:
         texts = [", ".join(map(str, recording.bodies)) for recording in (a, b)]
         yield Difference(part="nodes", name=where, field="first nodes of bodies", a=texts[0], b=texts[1])
@@ -100,12 +100,12 @@ def compare_recordings(where: str, a: Recording, b: Recording) -> Iterator[Diffe
 
 
 def _kinds(counts: Counter[str]) -> str:
-    """`40 nodes: 38 kernel, 2 memset`."""
+    """Formats node counts: `40 nodes: 38 kernel, 2 memset`."""
     return f"{counts.total()} nodes: " + (", ".join([f"{number} {name}" for name, number in counts.most_common()]) or "none")
 
 
 def compare_module_states(a: Sequence[ModuleState], b: Sequence[ModuleState]) -> Iterator[Difference]:
-    """What the data symbols of images hold: which symbol, its contents, and the addresses in them."""
+    """Compares the data symbols of images: names, contents and addresses in them."""
     yield from compare_rows(
         "module state", *[unique_names([(state.symbol, _state(state)) for state in states]) for states in (a, b)], ordered=False
     )
@@ -121,7 +121,7 @@ def _state(state: ModuleState) -> Row:
 
 
 def files(bundle: BundleFiles) -> dict[str, str]:
-    """The file of every recording, by int_key and region: `batch=8, model`."""
+    """Returns the file of every recording by int_key and region: `batch=8, model`."""
     engine = bundle.manifest.engine
     rows = [(f"graph {graph.key}", graph.file) for graph in engine.graphs] if engine is not None else []
     for entry in bundle.manifest.entries:

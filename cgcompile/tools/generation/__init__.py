@@ -1,1 +1,1 @@
-"""A benchmark of generation: a bundle of `cgcompile build FOLDER`, with a paged cache, beside `generate` of transformers."""
+"""Benchmarks generation: a bundle of `cgcompile build FOLDER`, with a paged cache, against `generate` of transformers."""

@@ -1,5 +1,5 @@
-"""The bundle in a process of its own: `python -m cgcompile.tools.generation.bundle_worker JOB`.  cgbundle and the standard
-library alone."""
+"""Generates with the bundle: `python -m cgcompile.tools.generation.bundle_worker JOB`.  Imports only cgbundle and the standard
+library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .job import prompt_of
 
 
 def main(path: str) -> None:
-    """Answers once everything is measured."""
+    """Answers after all measurements."""
     laps = Laps()
     laps.mark("first")
     sys.excepthook = fail
@@ -34,19 +34,19 @@ def main(path: str) -> None:
         best = 0.0
         for _ in range(job["rounds"]):
             tokens = [lanes.read(lane) for lane in range(batch)]
-            begin, kept = perf_counter(), tokens[:1]
-            for place in range(job["tokens"]):
-                tokens = lanes.step(1 + place, tokens)
-                kept += tokens[:1]
+            begin, first_lane = perf_counter(), tokens[:1]
+            for index in range(job["tokens"]):
+                tokens = lanes.step(1 + index, tokens)
+                first_lane += tokens[:1]
             best = max(best, batch * job["tokens"] / (perf_counter() - begin))
             if batch == job["batches"][0]:
-                generated_tokens = kept
+                generated_tokens = first_lane
         rates[str(batch)] = best
     say({"laps": laps.seconds, "rates": rates, "made": generated_tokens, "torch": "torch" in sys.modules})
 
 
 class Lanes:
-    """Texts in lanes, each with pages of its own."""
+    """Texts in lanes; each lane has its own pages."""
 
     def __init__(self, program: Any, job: dict[str, Any]) -> None:
         self._program, self._job = program, job
@@ -55,35 +55,35 @@ class Lanes:
         self._tables: dict[int, tuple[Any, ...]] = {}
 
     def read(self, lane: int) -> int:
-        """The prompt of a lane in chunks, as many side by side as a call has lanes; the token behind it."""
+        """Prefills the prompt of a lane in chunks, as many in parallel as a call has lanes.  Returns the next token."""
         prompt = prompt_of(lane, self._job["prompt"], self._job["vocabulary"])
-        token, beside = 0, self._lanes if self._job["several"] else 1
-        for begin in range(0, len(prompt), self._seq * beside):
-            starts = range(begin, min(len(prompt), begin + self._seq * beside), self._seq)
-            counts, off = [min(self._seq, len(prompt) - start) for start in starts], [0] * (self._lanes - len(starts))
+        token, parallel = 0, self._lanes if self._job["several"] else 1
+        for begin in range(0, len(prompt), self._seq * parallel):
+            starts = range(begin, min(len(prompt), begin + self._seq * parallel), self._seq)
+            counts, padding = [min(self._seq, len(prompt) - start) for start in starts], [0] * (self._lanes - len(starts))
             chunk = prompt[begin : begin + sum(counts)]
             outputs = self._program.prefill(
                 self._integers([*chunk, *[0] * (self._seq * self._lanes - len(chunk))], self._lanes, self._seq),
-                self._integers(counts + off, self._lanes), self._integers([*starts, *off], self._lanes),
+                self._integers(counts + padding, self._lanes), self._integers([*starts, *padding], self._lanes),
                 self._pages([lane] * len(starts), self._lanes, self._blocks),
-                self._integers([1 + lane] * len(starts) + off, self._lanes), *self._how(self._lanes),
+                self._integers([1 + lane] * len(starts) + padding, self._lanes), *self._sampling(self._lanes),
             )  # fmt: skip
             token = outputs["token"].tolist()[len(starts) - 1]
         return token
 
     def step(self, place: int, tokens: list[int]) -> list[int]:
-        """The tokens behind one token of each lane, the `place`-th of its answer."""
+        """Returns the next token of each lane, after token number `place` of its answer."""
         batch = next(size for size in sorted(self._decode) if size >= len(tokens))
         count = len(tokens)
-        off = [0] * (batch - count)
-        if count not in self._tables:  # what stays from step to step is written once, as a server does
+        padding = [0] * (batch - count)
+        if count not in self._tables:  # arguments that do not change between steps are made once, as in a server
             self._tables[count] = (
-                self._pages(range(count), batch, self._decode[batch]), self._integers([*range(1, count + 1), *off], batch),
-                *self._how(batch),
+                self._pages(range(count), batch, self._decode[batch]), self._integers([*range(1, count + 1), *padding], batch),
+                *self._sampling(batch),
             )  # fmt: skip
         outputs = self._program.decode(
-            self._integers([*tokens, *off], batch, 1), self._integers([1] * count + off, batch),
-            self._integers([self._job["prompt"] + place - 1] * count + off, batch), *self._tables[count],
+            self._integers([*tokens, *padding], batch, 1), self._integers([1] * count + padding, batch),
+            self._integers([self._job["prompt"] + place - 1] * count + padding, batch), *self._tables[count],
         )  # fmt: skip
         next_tokens: list[int] = outputs["token"].tolist()[:count]
         return next_tokens
@@ -93,9 +93,9 @@ class Lanes:
         rows = [[*range(1 + lane * per_lane, 1 + (lane + 1) * per_lane), *[0] * (blocks - per_lane)] for lane in lanes]
         return self._integers([page for row in rows for page in row] + [0] * (blocks * (batch - len(rows))), batch, blocks)
 
-    def _how(self, batch: int) -> list[Any]:
-        """No adapter where there are any, and greedy sampling: temperature 0, top_k 0, top_p 1, penalty 1, seed 0, no alternatives,
-        min_p 0, not deferred."""
+    def _sampling(self, batch: int) -> list[Any]:
+        """Returns adapter 0 (none) if the bundle has adapters, and greedy sampling: temperature 0, top_k 0, top_p 1, penalty 1,
+        seed 0, no alternatives, min_p 0, not deferred."""
         from cgbundle.tensors.tensor import from_bytes
 
         values = (0, 0, 1, 1, 0, 0, 0, 0)

@@ -1,8 +1,8 @@
-"""What a bundle of a language model was built for, read from its manifest.
+"""Reads from the manifest how a bundle of a language model is laid out.
 
-The convention is that of cgcompile/language_models/causal_lm.py: entries `prefill` and `decode`, which take ids, count, start,
-pages, slot and the fields of sampling, and give `token`; a cache `keys_0` of (pages, heads, tokens in a page, dim); `seen` with a
-row for every slot.
+The convention is that of cgcompile/language_models/causal_lm.py.  Entries `prefill` and `decode` take ids, count, start, pages,
+slot and the fields of sampling, and return `token`.  The cache `keys_0` is (pages, heads, tokens in a page, dim); `seen` has a row
+per slot.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ...errors import BuildError
 
 INPUTS = ("ids", "count", "start", "pages", "slot")
 ADAPTER = "adapter"
-"""What follows them where the bundle has a bank of adapters."""
+"""The next input of a bundle with adapters."""
 
 ENTRIES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """`prefill`: the lanes, tokens and blocks of the recorded prefill that reads prompts, `several` lanes of which may be of one;
-    `decode`: (lanes, blocks) of every recorded decode, the widest tables alone.  `page`: tokens in a page; `pages` and `slots`: how
-    many, those of nobody among them, and where a load chooses, as many as are of use.  `sampling`: the dtypes of its fields.
-    `vocabulary`, `dtype`: of the model.  `adapters`: whether lanes name one."""
+    """`prefill`: lanes, tokens and blocks of the recorded prefill for the prompts.  `several`: several of its lanes may read one
+    prompt.  `decode`: (lanes, blocks) of the recorded decodes with the most blocks.  `page`: tokens in a page.  `pages` and
+    `slots`: their numbers, including the unused first one; the maximum if a load chooses them.  `sampling`: the dtypes of its
+    fields.  `vocabulary`, `dtype`: of the model.  `adapters`: whether lanes select an adapter."""
 
     prefill: tuple[int, int, int]
     several: bool
@@ -41,13 +41,13 @@ class Layout:
     adapters: bool
 
     def longest(self, lanes: int) -> int:
-        """Tokens that so many lanes have pages for, each."""
+        """Returns the maximum number of tokens of each of `lanes` lanes."""
         blocks = min(self.prefill[2], *[blocks for _, blocks in self.decode])
         return min(blocks, (self.pages - 1) // lanes) * self.page
 
 
 def read_layout(manifest: Manifest, prompt: int) -> Layout:
-    """The layout of a bundle, for prompts of so many tokens.  Raises bench-failed for one that does not keep to the convention."""
+    """Returns the layout for prompts of `prompt` tokens.  Raises bench-failed for a bundle that does not follow the convention."""
     names = {entry.name for entry in manifest.entries}
     weights = {weight.name: weight for weight in manifest.weights}
     if not set(ENTRIES) <= names or not {"keys_0", "seen"} <= set(weights):
@@ -66,15 +66,15 @@ def read_layout(manifest: Manifest, prompt: int) -> Layout:
     several = "state_0" not in weights
 
     def tokens(key: Sequence[int]) -> int:
-        return _of(prefill, key, "seq") * (_of(prefill, key, "batch") if several else 1)
+        return _dim(prefill, key, "seq") * (_dim(prefill, key, "batch") if several else 1)
 
-    keys = sorted([program.key for program in prefill.programs], key=lambda key: (tokens(key), -_of(prefill, key, "batch")))
+    keys = sorted([program.key for program in prefill.programs], key=lambda key: (tokens(key), -_dim(prefill, key, "batch")))
     chosen = next((key for key in keys if tokens(key) >= prompt), keys[-1])
-    widest = max(_of(decode, program.key, "blocks") for program in decode.programs)
+    widest = max(_dim(decode, program.key, "blocks") for program in decode.programs)
     sizes = {
-        _of(decode, program.key, "batch"): widest for program in decode.programs if _of(decode, program.key, "blocks") == widest
+        _dim(decode, program.key, "batch"): widest for program in decode.programs if _dim(decode, program.key, "blocks") == widest
     }
-    lanes, seq, blocks = [_of(prefill, chosen, name) for name in ("batch", "seq", "blocks")]
+    lanes, seq, blocks = [_dim(prefill, chosen, name) for name in ("batch", "seq", "blocks")]
     return Layout(
         prefill=(lanes, seq, blocks), several=several, decode=tuple(sorted(sizes.items())), page=cache.shape[2],
         pages=max(cache.shape[0], most.get("pages", 0)), slots=max(slots, most.get("slots", 0)),
@@ -83,6 +83,6 @@ def read_layout(manifest: Manifest, prompt: int) -> Layout:
     )  # fmt: skip
 
 
-def _of(entry: EntrySpec, key: Sequence[int], name: str) -> int:
-    """A dimension of an int_key; 1 where it is not declared."""
+def _dim(entry: EntrySpec, key: Sequence[int], name: str) -> int:
+    """Returns the size of a dimension in an int_key, 1 if the entry does not have it."""
     return next((size for row, size in zip(entry.dimensions, key, strict=True) if row.name == name), 1)

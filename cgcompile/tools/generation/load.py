@@ -1,4 +1,4 @@
-"""A load of requests for a server of OpenAI's protocol: when they come, how long they are, and what is told of the answers.
+"""Plans the requests for a server with OpenAI's protocol, and summarizes the answers.
 
 The numbers have the names that vLLM's `bench serve` writes.
 """
@@ -16,16 +16,16 @@ from typing import Any
 from ...errors import BuildError
 
 TOKENS = range(3, 120)
-"""What prompts are made of: tokens that small vocabularies of tests have, too."""
+"""Token ids for prompts, which even small test vocabularies contain."""
 
 SPEC = "requests=256,rate=8,arrivals=poisson,prompt=32-2000,answer=16-512,shared=0,clients=64,lengths=FILE,seed=0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """`requests` that come at `rate` a second (infinite: all at once), in "poisson" or "fixed" `arrivals`; `clients` are open at
-    most (0: all).  A prompt has `prompt` tokens and an answer `answer`, uniformly from the first to the second, or both as
-    `lengths` says, again and again; the first `shared` tokens of all prompts are the same."""
+    """`requests` arrive at `rate` per second (infinite: all at once), with "poisson" or "fixed" `arrivals`.  At most `clients` are
+    open (0: no limit).  A prompt has `prompt` tokens and an answer `answer` tokens, uniform within the range; or `lengths` lists
+    both, repeatedly.  The first `shared` tokens of all prompts are equal."""
 
     requests: int = 256
     rate: float = math.inf
@@ -40,7 +40,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A request: the seconds after which it comes, its prompt, and how many tokens are to be made."""
+    """A request: the second at which it is sent, its prompt, and the number of tokens to generate."""
 
     after: float
     prompt: tuple[int, ...]
@@ -49,7 +49,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What came of a request: the seconds to each piece of its answer, the tokens of prompt and answer, and the error, or ""."""
+    """The result of a request: the seconds to each piece of its answer, the tokens of prompt and answer, and the error, or ""."""
 
     times: tuple[float, ...]
     seconds: float
@@ -59,7 +59,7 @@ class Answered:
 
 
 def read_load(text: str) -> Load:
-    """A load by words `name=value` between commas.  Raises option-invalid."""
+    """Parses a load: words `name=value`, separated by commas.  Raises option-invalid."""
     values: dict[str, Any] = {}
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")
@@ -87,7 +87,7 @@ def read_load(text: str) -> Load:
 
 
 def read_lengths(path: str) -> tuple[tuple[int, int], ...]:
-    """A file of lines with the tokens of a prompt and of its answer.  Raises option-invalid."""
+    """Reads a file of lines with the tokens of a prompt and of its answer.  Raises option-invalid."""
     try:
         lines = [line.replace(",", " ").split() for line in Path(path).read_text().splitlines() if line.strip()]
         lengths = tuple([(int(prompt), int(answer)) for prompt, answer in lines])
@@ -96,53 +96,53 @@ def read_lengths(path: str) -> tuple[tuple[int, int], ...]:
     except ValueError:
         lengths = ()
     if not lengths or any(min(pair) < 1 for pair in lengths):
-        what = f"{path}: expected lines of two positive numbers, tokens of a prompt and of its answer"
-        raise BuildError("option-invalid", what, "for example: 512 128")
+        problem = f"{path}: expected lines of two positive numbers, tokens of a prompt and of its answer"
+        raise BuildError("option-invalid", problem, "for example: 512 128")
     return lengths
 
 
 def planned(load: Load) -> list[Planned]:
-    """The requests, in the order in which they come; of one seed always the same."""
-    order, shared, at, plan = random.Random(load.seed), random.Random(-1), 0.0, []
+    """Returns the requests in the order of arrival; they depend only on the load and its seed."""
+    generator, shared, time, plan = random.Random(load.seed), random.Random(-1), 0.0, []
     beginning = tuple(shared.choices(TOKENS, k=load.shared))
     for number in range(load.requests):
         if load.lengths:
             prompt, answer = load.lengths[number % len(load.lengths)]
         else:
-            prompt, answer = order.randint(*load.prompt), order.randint(*load.answer)
-        plan.append(Planned(at, (*beginning, *order.choices(TOKENS, k=prompt))[: load.shared + prompt], answer))
+            prompt, answer = generator.randint(*load.prompt), generator.randint(*load.answer)
+        plan.append(Planned(time, (*beginning, *generator.choices(TOKENS, k=prompt))[: load.shared + prompt], answer))
         if math.isfinite(load.rate):
-            at += order.expovariate(load.rate) if load.arrivals == "poisson" else 1 / load.rate
+            time += generator.expovariate(load.rate) if load.arrivals == "poisson" else 1 / load.rate
     return plan
 
 
 def summary(load: Load, model: str, answers: Sequence[Answered], duration: float) -> dict[str, Any]:
-    """The numbers, by the names of vLLM's `bench serve`."""
-    right = [answer for answer in answers if not answer.error]
-    output_tokens, read = sum(answer.tokens for answer in right), sum(answer.prompt for answer in right)
-    firsts = [answer.times[0] for answer in right if answer.times]
-    whole = [(answer.seconds - answer.times[0]) / (answer.tokens - 1) for answer in right if answer.times and answer.tokens > 1]
-    between = [later - sooner for answer in right for sooner, later in zip(answer.times, answer.times[1:], strict=False)]
+    """Returns the numbers with the names of vLLM's `bench serve`."""
+    valid = [answer for answer in answers if not answer.error]
+    output_tokens, input_tokens = sum(answer.tokens for answer in valid), sum(answer.prompt for answer in valid)
+    firsts = [answer.times[0] for answer in valid if answer.times]
+    per_token = [(answer.seconds - answer.times[0]) / (answer.tokens - 1) for answer in valid if answer.times and answer.tokens > 1]
+    intervals = [later - sooner for answer in valid for sooner, later in zip(answer.times, answer.times[1:], strict=False)]
     numbers: dict[str, Any] = {
         "model_id": model, "num_prompts": load.requests, "request_rate": load.rate if math.isfinite(load.rate) else "inf",
-        "max_concurrency": load.clients or None, "duration": duration, "completed": len(right), "failed": len(answers) - len(right),
-        "total_input_tokens": read, "total_output_tokens": output_tokens, "request_throughput": len(right) / duration,
-        "output_throughput": output_tokens / duration, "total_token_throughput": (output_tokens + read) / duration,
+        "max_concurrency": load.clients or None, "duration": duration, "completed": len(valid), "failed": len(answers) - len(valid),
+        "total_input_tokens": input_tokens, "total_output_tokens": output_tokens, "request_throughput": len(valid) / duration,
+        "output_throughput": output_tokens / duration, "total_token_throughput": (output_tokens + input_tokens) / duration,
     }  # fmt: skip
     for name, seconds in (
-        ("ttft", firsts), ("tpot", whole), ("itl", between), ("e2el", [answer.seconds for answer in right]),
+        ("ttft", firsts), ("tpot", per_token), ("itl", intervals), ("e2el", [answer.seconds for answer in valid]),
     ):  # fmt: skip
         numbers |= spread(name, [value * 1e3 for value in seconds])
     return numbers | {"errors": sorted({answer.error for answer in answers if answer.error})}
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and the 99th of 100, in milliseconds."""
+    """Returns mean, median, standard deviation and 99th percentile, in milliseconds."""
     ordered = sorted(values) or [0.0]
-    place = 0.99 * (len(ordered) - 1)
-    low = math.floor(place)
+    position = 0.99 * (len(ordered) - 1)
+    low = math.floor(position)
     high = ordered[min(low + 1, len(ordered) - 1)]
     return {
         f"mean_{name}_ms": statistics.fmean(ordered), f"median_{name}_ms": statistics.median(ordered),
-        f"std_{name}_ms": statistics.pstdev(ordered), f"p99_{name}_ms": ordered[low] + (high - ordered[low]) * (place - low),
+        f"std_{name}_ms": statistics.pstdev(ordered), f"p99_{name}_ms": ordered[low] + (high - ordered[low]) * (position - low),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Who sends a load to a server of OpenAI's protocol, ours or another, and notes when each piece of an answer comes."""
+"""Sends a load to a server with OpenAI's protocol, and measures when each piece of an answer arrives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .load import Answered, Load, Planned, planned, summary
 
 
 def measure_load(url: str, load: Load) -> dict[str, Any]:
-    """Sends a load to the first model of the server at `url`, as streams of /v1/completions.  Raises bench-failed for a server that
+    """Sends a load to the first model of the server at `url`, as streams of /v1/completions.  Raises bench-failed if the server
     does not answer."""
     return asyncio.run(_measure(url, load))
 
 
 async def _measure(url: str, load: Load) -> dict[str, Any]:
-    place = urlsplit(url)
-    if place.scheme != "http" or not place.hostname:
+    address = urlsplit(url)
+    if address.scheme != "http" or not address.hostname:
         raise BuildError("bench-failed", f"{url}: expected http://HOST:PORT", "start cgcompile serve without TLS for it")
-    server = Server(place.hostname, place.port or 80)
+    server = Server(address.hostname, address.port or 80)
     try:
         models = json.loads(b"".join([part async for part in server.answer("GET", "/v1/models")]))
         model = str(models["data"][0]["id"])
@@ -32,26 +32,26 @@ async def _measure(url: str, load: Load) -> dict[str, Any]:
         raise BuildError(
             "bench-failed", f"{url}: no server with a language model answers: {error}", "start cgcompile serve"
         ) from None
-    gate = asyncio.Semaphore(load.clients or load.requests)
+    semaphore = asyncio.Semaphore(load.clients or load.requests)
     begin = perf_counter()
 
-    async def one(request: Planned) -> Answered:
+    async def complete(request: Planned) -> Answered:
         await asyncio.sleep(max(0.0, request.after - (perf_counter() - begin)))
-        async with gate:
+        async with semaphore:
             return await server.complete(model, request)
 
-    answers = await asyncio.gather(*[one(request) for request in planned(load)])
+    answers = await asyncio.gather(*[complete(request) for request in planned(load)])
     return summary(load, model, answers, perf_counter() - begin)
 
 
 class Server:
-    """A server, asked on a connection for each request."""
+    """A server; each request uses its own connection."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
 
     async def complete(self, model: str, request: Planned) -> Answered:
-        """One answer, in pieces."""
+        """Reads one streamed answer."""
         body = {
             "model": model, "prompt": list(request.prompt), "max_tokens": request.answer, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True},
@@ -76,7 +76,7 @@ class Server:
         return Answered(tuple(times), perf_counter() - begin, len(request.prompt), tokens, error)
 
     async def answer(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[bytes]:
-        """The body of an answer as it comes.  Raises OSError, EOFError, and ValueError for a status that is none of success."""
+        """Yields the body of an answer as it arrives.  Raises OSError, EOFError, and ValueError for a status other than 200."""
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
         try:
             head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\nContent-Type: application/json\r\n"

@@ -1,4 +1,4 @@
-"""The benchmark of generation: fresh processes one after the other, the bundle's and those of transformers."""
+"""The benchmark of generation: runs new processes one after the other, for the bundle and for transformers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ..bench.report import BUNDLE, Machine, this_machine
 from .layout import Layout, read_layout
 
 BATCHES, PROMPT, TOKENS = (1, 8, 32, 128, 256), 128, 64
-"""Lanes, tokens of a prompt, and tokens that are timed behind it, at most: as many as fit into its cache."""
+"""Batches in lanes, tokens of a prompt, and timed tokens after it; reduced to what the cache can hold."""
 
 BASELINES = ("eager", "compile")
-"""Eager `generate`, and that with a static cache, which transformers compiles."""
+"""Eager `generate`, and `generate` with a static cache, which transformers compiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generator:
-    """One way to generate.  Of each fresh process the seconds from its start: `firsts` to the first token, `seconds` to the second,
-    for which some ways compile.  `rates`: (lanes, tokens a second of all lanes), the best of all.  `made`: the first
-    prompt's tokens.  `why` says in one line why there is nothing ("" where all was measured)."""
+    """One way to generate.  For each process the seconds from its start: `firsts` to the first token, `seconds` to the second,
+    which may include compilation.  `rates`: (lanes, best tokens per second of all lanes).  `made`: the tokens of the first prompt.
+    `why`: one line that says why it was not measured, or ""."""
 
     name: str
     firsts: tuple[float, ...] = ()
@@ -41,14 +41,14 @@ class Generator:
     why: str = ""
 
     def same(self, other: Generator) -> int:
-        """How many tokens both begin with."""
+        """Returns the number of equal tokens at the start."""
         pairs = list(zip(self.made, other.made, strict=False))
-        return next((place for place, (one, two) in enumerate(pairs) if one != two), len(pairs))
+        return next((index for index, (token, other_token) in enumerate(pairs) if token != other_token), len(pairs))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationBenchmark:
-    """The bundle at `path`, first of `ways`, beside the others: `tokens` behind prompts of `prompt` tokens."""
+    """The bundle at `path`, first of `ways`, and its baselines: `tokens` generated after prompts of `prompt` tokens."""
 
     path: str
     name: str
@@ -61,7 +61,7 @@ class GenerationBenchmark:
     ways: tuple[Generator, ...]
 
     def plain(self) -> dict[str, Any]:
-        """All numbers, for JSON."""
+        """Returns all numbers, for JSON."""
         return asdict(self)
 
 
@@ -74,14 +74,14 @@ def measure_generation(
     threads: int | None = None,
     progress: Watcher | None = None,
 ) -> GenerationBenchmark:
-    """Measures how a bundle of a language model generates, beside transformers with the weights of the folder `model`.
+    """Measures how fast a bundle of a language model generates, and transformers with the weights of the folder `model`.
 
-    - `against`: names among BASELINES; default: both, where `model` is given.
-    - `rounds`: fresh processes of each, and turns of timed tokens in each process.
-    - `threads`: of a call on the CPU.
+    - `against`: names in BASELINES; default: both, if `model` is given.
+    - `rounds`: new processes of each, and timed runs in each process.
+    - `threads`: CPU threads of a call.
 
-    A baseline that fails has a row that says why.  Raises bench-failed for a bundle of another kind or one that does not run here,
-    baseline-unknown, source-missing for a `model` that is no folder with a config.json, and the errors of a bad bundle.
+    A baseline that fails has a row with the reason.  Raises bench-failed for a bundle of another kind or one that does not run
+    here, baseline-unknown, source-missing for a `model` without config.json, and the errors of an invalid bundle.
     """
     bundle = Archive(os.fspath(path))
     verify.check_bundle(bundle)
@@ -90,8 +90,8 @@ def measure_generation(
         raise BuildError("baseline-unknown", f"no baseline {wrong[0]!r} of generation: there are {', '.join(BASELINES)}")
     if model and not os.path.isfile(os.path.join(model, "config.json")):
         raise BuildError("source-missing", f"{model}: no folder with config.json; generation is compared with transformers")
-    wanted = list(against) or list(BASELINES)
-    names, skipped = choose(wanted, target) if model else ((), dict.fromkeys(wanted, "skipped: it needs --model FOLDER"))
+    selected = list(against) or list(BASELINES)
+    names, skipped = choose(selected, target) if model else ((), dict.fromkeys(selected, "skipped: it needs --model FOLDER"))
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="cgcompile-bench-") as scratch:
         prompt, tokens, batches = lengths(layout)
@@ -128,7 +128,7 @@ def measure_generation(
 
 
 def lengths(layout: Layout) -> tuple[int, int, tuple[int, ...]]:
-    """Tokens of a prompt, tokens behind it, and lanes, as many as fit into its cache."""
+    """Returns the tokens of a prompt, the tokens to generate, and the lanes that the cache can hold."""
     most = max(batch for batch, _ in layout.decode)
     batches = tuple([batch for batch in BATCHES if batch <= min(most, layout.slots - 1) and layout.longest(batch) >= 4])
     longest = layout.longest(max(batches))

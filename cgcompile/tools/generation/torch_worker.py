@@ -1,8 +1,8 @@
-"""`generate` of transformers in a process of its own: `python -m cgcompile.tools.generation.torch_worker HOW JOB`.
+"""Generates with transformers: `python -m cgcompile.tools.generation.torch_worker HOW JOB`.
 
-HOW is eager, or compile: with a static cache transformers compiles the step of one token.
+HOW is eager, or compile: with a static cache, transformers compiles the step of one token.
 
-Private interface (transformers 5.17, 5.23): `CompileConfig._compile_all_devices`, without which it compiles on a GPU alone.
+Private interface (transformers 5.17, 5.23): `CompileConfig._compile_all_devices`, without which it compiles only on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .job import prompt_of
 
 
 def main(how: str, path: str) -> None:
-    """Answers once everything is measured."""
+    """Answers after all measurements."""
     laps = Laps()
     laps.mark("first")
     sys.excepthook = fail
@@ -44,7 +44,7 @@ def main(how: str, path: str) -> None:
 
 
 class Transformers:
-    """The model of a folder, on the bundle's device in the bundle's dtype."""
+    """The model of a folder, on the bundle's device and in its dtype."""
 
     def __init__(self, how: str, job: dict[str, Any]) -> None:
         import torch
@@ -67,7 +67,7 @@ class Transformers:
                 self._options |= {"compile_config": compiling}
 
     def generate(self, batch: int, tokens: int) -> list[int]:
-        """What is put behind the first prompt of so many."""
+        """Generates for `batch` prompts, and returns the tokens of the first."""
         import torch
 
         rows = [prompt_of(lane, self._job["prompt"], self._job["vocabulary"]) for lane in range(batch)]

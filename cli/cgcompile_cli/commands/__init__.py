@@ -1,1 +1,1 @@
-"""One file per command of `cgcompile`: its options, the call of the library behind it, text and JSON of what came back."""
+"""One file per command of `cgcompile`: its options, the call of the library, and its output as text and JSON."""

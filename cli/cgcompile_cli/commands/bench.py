@@ -1,4 +1,4 @@
-"""`cgcompile bench`: a bundle beside eager PyTorch, torch.compile, CUDA graphs captured by hand and ONNX Runtime."""
+"""`cgcompile bench`: compares a bundle with eager PyTorch, torch.compile, CUDA graphs captured by hand and ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def bench(
     if plot:
         check_writable(plot)
     baselines = against.replace(",", " ").split()
-    beside, _ = choose(baselines, manifest.target.kind)
-    if not quiet:  # before the first process ends, which takes seconds
-        begin("measure", f"{manifest.name} beside {', '.join(beside) or 'nothing'}, {count(rounds, 'round')}")
+    measured, _ = choose(baselines, manifest.target.kind)
+    if not quiet:  # the first process takes seconds
+        begin("measure", f"{manifest.name} beside {', '.join(measured) or 'nothing'}, {count(rounds, 'round')}")
     with watching(quiet) as progress:
         report = measure(
             bundle,
@@ -131,7 +131,7 @@ def bench(
 
 
 def _load(url: str, words: str, quiet: bool, as_json: bool) -> None:
-    """`--generate` of a server that runs."""
+    """Runs `--generate` against a running server."""
     from cgcompile.tools.generation.load import read_load
     from cgcompile.tools.generation.load_client import measure_load
 
@@ -151,7 +151,7 @@ def _load(url: str, words: str, quiet: bool, as_json: bool) -> None:
 
 
 def _generation(bundle: str, against: list[str], model: str, rounds: int, threads: int | None, quiet: bool, as_json: bool) -> None:
-    """`--generate`."""
+    """Runs `--generate` for a bundle."""
     from cgcompile.tools.generation.measure import measure_generation
 
     from ..benchmark import show_generation

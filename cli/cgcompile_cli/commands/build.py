@@ -1,4 +1,4 @@
-"""`cgcompile build`: a model into a bundle, with a line per stage."""
+"""`cgcompile build`: builds a bundle, with a line per stage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROVED = {
     "replay": "replayed in a fresh process, compared with eager PyTorch",
     "interpret": "interpreted on the CPU over poisoned memory, compared with eager PyTorch",
 }
-"""What the methods of a `schema.Proof` mean; "none" is none."""
+"""Texts for the methods of a `schema.Proof`, without "none"."""
 
 
 def build(
@@ -157,13 +157,13 @@ def build(
 
     if quiet and verbose:
         raise UsageError("--quiet and --verbose cannot be used together", "leave one of them out")
-    # Read when torch is loaded.  Threads that spin while they wait cost half of a build's time beside other work: MiniLM on two
-    # cores took 90 s instead of 42.
+    # OpenMP reads it when torch is loaded.  Threads that spin while they wait slow down other processes: on two cores a build of
+    # MiniLM took 90 s instead of 42.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     begin = time.perf_counter()
     program = os.path.abspath(model) if os.path.exists(model) else model
-    about = program, sizes, context, lanes, dtype, weights, adapters, lower, prove, standalone
-    estimate = None if quiet else Estimate(about, target)
+    settings = program, sizes, context, lanes, dtype, weights, adapters, lower, prove, standalone
+    estimate = None if quiet else Estimate(settings, target)
     with watching(quiet, verbose, estimate) as progress:
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, allow=tuple(allow or ()), lower=lower,
@@ -190,7 +190,7 @@ def _summary(built: Built, seconds: float, stages: Table | None) -> Table:
     from .. import summary
     from ..inspection import overview, program_rows
 
-    manifest, several = built.manifest, len(built.manifest.entries) > 1
+    manifest, many = built.manifest, len(built.manifest.entries) > 1
     distinct = dict.fromkeys([finding for entry in manifest.entries for finding in entry.findings])
     findings = list(dict.fromkeys(map(_line, distinct)))
     fields: list[Field] = [
@@ -199,19 +199,19 @@ def _summary(built: Built, seconds: float, stages: Table | None) -> Table:
         *([("world", summary.world(manifest))] if manifest.world else []),
     ]
     for entry in manifest.entries:
-        fields += [("entry", summary.entry_lines(manifest, entry))] if several else []
+        fields += [("entry", summary.entry_lines(manifest, entry))] if many else []
         fields.append(("sizes", [summary.sizes(manifest, entry), *summary.axes(entry)]))
         if entry.dimensions:
             fields.append(("padding", [summary.padding(dimension) for dimension in entry.dimensions]))
     fields.append(("memory", summary.memory(manifest)))
-    if any(row.reason in ("baked", "folded") for row in manifest.frozen):  # who has new weights later is told now
+    if any(row.reason in ("baked", "folded") for row in manifest.frozen):  # these weights cannot be updated later
         fields.append(("update", overview.update(manifest)))
     fields.append(("files", summary.files(manifest)))
     for entry in manifest.entries:
-        of = f" {entry.name}" if several else ""
-        fields += [(f"programs{of}", program_rows.programs(entry)), *program_rows.lowering_fields(entry, of)]
-        fields.append((f"proof{of}", _proof(manifest, entry, dict(built.seconds))))
-    notes = [f"{entry.name}: {line}" if several else line for entry in manifest.entries for line in summary.unpadded(entry)]
+        suffix = f" {entry.name}" if many else ""
+        fields += [(f"programs{suffix}", program_rows.programs(entry)), *program_rows.lowering_fields(entry, suffix)]
+        fields.append((f"proof{suffix}", _proof(manifest, entry, dict(built.seconds))))
+    notes = [f"{entry.name}: {line}" if many else line for entry in manifest.entries for line in summary.unpadded(entry)]
     return record([
         *fields,
         *([("findings", first_lines(findings))] if findings else []),
@@ -223,28 +223,28 @@ def _summary(built: Built, seconds: float, stages: Table | None) -> Table:
 
 
 def _line(finding: Finding) -> str:
-    """`mutated-buffer: forward() writes to the buffer 'seen' (m.py:9)`."""
+    """Formats a finding: `mutated-buffer: forward() writes to the buffer 'seen' (m.py:9)`."""
     return f"{finding.rule}: {finding.message}" + (f" ({finding.where})" if finding.where else "")
 
 
 def _proof(manifest: Manifest, entry: EntrySpec, seconds: Mapping[str, float]) -> list[str]:
-    """A line per method: how many int_keys, and the error that came nearest to its bound.  `seconds` by the stages of the build."""
+    """Returns a line per method: how many int_keys, and the error nearest to its bound.  `seconds`: by stage of the build."""
     from ..inspection.program_rows import near_recording
 
     proofs, lines = entry.self_test.proofs, []
     for method, meaning in PROVED.items():
-        some = [proof for proof in proofs if proof.method == method]
-        if some:
-            worst = max(some, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
-            some_of = "" if len(some) == len(proofs) else f"{len(some)} of {len(proofs)} int_keys "
+        rows = [proof for proof in proofs if proof.method == method]
+        if rows:
+            worst = max(rows, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
+            share = "" if len(rows) == len(proofs) else f"{len(rows)} of {len(proofs)} int_keys "
             allowed = f"allowed {worst.tolerance:.1e}" if worst.tolerance else "all are equal"
             budget = dict(manifest.provenance.options).get("prove_budget") if method == "interpret" else None
             spent = f", in {seconds['interpret']:.0f} s of {budget} s" if budget and "interpret" in seconds else ""
-            lines.append(f"{some_of}{meaning}: largest error {worst.error:.1e}, {allowed}{spent}")
+            lines.append(f"{share}{meaning}: largest error {worst.error:.1e}, {allowed}{spent}")
     if near_recording(entry):
         lines.append(f"at most {max(proof.distance for proof in proofs):.1e} from what was recorded")
-    left = [spell(proof.key) for proof in proofs if proof.method == "none"]
-    if left:
-        which = "not proved" if len(left) == len(proofs) else f"{len(left)} of {len(proofs)} int_keys not proved: {listed(left)}"
-        lines.append(f"{which}: `cgcompile verify --run` does it where a GPU of {manifest.target.arch} is")
+    rest = [spell(proof.key) for proof in proofs if proof.method == "none"]
+    if rest:
+        label = "not proved" if len(rest) == len(proofs) else f"{len(rest)} of {len(proofs)} int_keys not proved: {listed(rest)}"
+        lines.append(f"{label}: `cgcompile verify --run` does it where a GPU of {manifest.target.arch} is")
     return lines

@@ -1,4 +1,4 @@
-"""`cgcompile check`: what stands between a model and its graphs, and the regions that a build would make; nothing is built."""
+"""`cgcompile check`: reports what prevents graphs, and the regions that a build would make.  Builds nothing."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ MEANING = {"refuse": "no bundle can be built", "host": "runs on the host between
 COLOURS = {"refuse": "bold red", "host": "yellow", "note": "dim"}
 
 BRANCH, ONE_WAY = "data-dependent-branch", ", of the one way through that branch which the example inputs took"
-"""The rule of a branch or loop of Python that data decides, and what is said of regions behind it."""
+"""The rule of a data-dependent branch or loop, and the text about regions after it."""
 
 OPERATIONS = 8
-"""Operators of a region that are named before the rest is counted."""
+"""Maximum operators of a region that are listed."""
 
 
 def check(
@@ -88,7 +88,7 @@ def check(
         write_json(asdict(report) | {"refused": report.refused})
     else:
         for entry_report in report.reports:
-            show(_head(entry_report, several=bool(report.others), assumed=target == "auto"))
+            show(_head(entry_report, many=bool(report.others), assumed=target == "auto"))
             for group in grouped(entry_report.findings):
                 show(_finding(group))
             show(_regions(entry_report))
@@ -97,7 +97,7 @@ def check(
 
 
 def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Findings of one rule at one line of the user's are told once where they say the same: a layer called twelve times."""
+    """Groups findings with the same rule, line and message, as from a layer that is called twelve times."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         place = (finding.severity, finding.where) if finding.where else (finding.node,)
@@ -106,15 +106,15 @@ def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
-def _head(report: Report, *, several: bool, assumed: bool) -> RenderableType:
+def _head(report: Report, *, many: bool, assumed: bool) -> RenderableType:
     target = chosen_by_default(report.target) if assumed else f"for {report.target}"
     sizes = ", ".join([f"{name} {listed(values)}" for name, values in report.sizes]) or "no dimensions"
     example = f" (assumed: name yours with --sizes {report.assumed[0]}=...)" if report.assumed else ""
     axes = [f"{name}: {where}" for name, where in report.axes]
     return record([
-        *([("", "")] if several else []),
+        *([("", "")] if many else []),
         ("model", f"{report.name}, {target}{f'; {report.mode}' if report.mode else ''}"),
-        *([("entry", report.entry)] if several else []),
+        *([("entry", report.entry)] if many else []),
         ("sizes", [sizes + example, *axes]),
         *([("exported", f"per size: {safe(report.per_size)}")] if report.per_size else []),
         ("findings", _summary(report)),
@@ -135,10 +135,10 @@ def _finding(group: Sequence[Finding]) -> RenderableType:
     from rich.text import Text
 
     first = group[0]
-    more = f", {len(group)} times" if len(group) > 1 else ""
+    times = f", {len(group)} times" if len(group) > 1 else ""
     where = f"  {safe(first.where)}" if first.where else ""
     head = Text.assemble("\n", (first.severity, COLOURS[first.severity]), " ", (first.rule, "bold"), where)
-    fields = [("", first.source), ("what", f"{first.message}{more}"), ("effect", first.effect), ("fix", first.fix)]
+    fields = [("", first.source), ("what", f"{first.message}{times}"), ("effect", first.effect), ("fix", first.fix)]
     return Group(head, Padding(record([(name, text) for name, text in fields if text]), (0, 0, 0, 2)))
 
 
@@ -172,9 +172,9 @@ def _regions(report: Report) -> RenderableType:
 
 
 def _values(crossing: Sequence[tuple[str, Any]], names: str) -> str:
-    """`2 values, 1.5 KiB at batch=8: x, relu`."""
+    """Formats values: `2 values, 1.5 KiB at batch=8: x, relu`."""
     if not crossing:
         return "nothing"
-    at = f" at {names}" if names else ""
+    at_sizes = f" at {names}" if names else ""
     total = sum(number for _, number in crossing)
-    return f"{count(len(crossing), 'value')}, {size(total)}{at}: {safe(listed([name for name, _ in crossing], OPERATIONS))}"
+    return f"{count(len(crossing), 'value')}, {size(total)}{at_sizes}: {safe(listed([name for name, _ in crossing], OPERATIONS))}"

@@ -1,4 +1,4 @@
-"""`cgcompile diff`: what differs between two bundles, from their files alone; nothing is loaded and nothing runs."""
+"""`cgcompile diff`: compares two bundles by their files; loads and runs nothing."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def _headline(bundle: BundleFiles, signed: str) -> str:
 
 
 def _once(group: Sequence[Difference]) -> list[Difference]:
-    """Differences of the self-test as people want them: what proofs have in common once, and one line for all measured errors.
-    Those of other parts are as they are."""
+    """Merges differences of the self-test: one row for a difference that several proofs have, and one for all measured errors.
+    Other parts stay unchanged."""
     from cgcompile.tools.diff.differences import Difference
 
     if group[0].part != "self-test":
         return list(group)
-    alike: dict[str, list[Difference]] = {}
+    by_text: dict[str, list[Difference]] = {}
     for difference in group:
         if not difference.measured:
-            alike.setdefault(_text(difference), []).append(difference)
-    rows = [replace(first, name=f"{first.name}{f', and {len(more)} more' if more else ''}") for first, *more in alike.values()]
+            by_text.setdefault(_text(difference), []).append(difference)
+    rows = [replace(first, name=f"{first.name}{f', and {len(more)} more' if more else ''}") for first, *more in by_text.values()]
     if proofs := {row.name for row in group if row.measured}:
         bound = "" if any(row.field == "error" and not row.measured for row in group) else ", all within their bounds"
         rows.append(Difference(part="self-test", name="proofs", note=f"{count(len(proofs), 'proof')} measured other errors{bound}"))
@@ -87,7 +87,7 @@ def _once(group: Sequence[Difference]) -> list[Difference]:
 
 
 def _rows(differences: Sequence[Difference]) -> Table:
-    """A line per difference, and where some are not shown, how many; the elements of all tensors together."""
+    """Returns a line per difference, the number of hidden lines, and the sum of differing elements of all tensors."""
     shown, hidden = shortened(differences)
     rows = [(SIGNS[difference.change], difference.name, _text(difference)) for difference in shown]
     if hidden:

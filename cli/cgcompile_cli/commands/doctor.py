@@ -1,4 +1,4 @@
-"""`cgcompile doctor` and `cgcompile targets`: what is installed here, and which targets can be built and run with it."""
+"""`cgcompile doctor` and `cgcompile targets`: show what is installed, and which targets can be built and run here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cgcompile.tools.environment import Environment, Part, TargetHere
 
 RECORDERS = {"host": "yes", "capture": "yes, captured", "cross-compile": "yes, cross-compiled"}
-"""What a recorder means for somebody who wants to build: on the GPU that is here, or without one."""
+"""Text for each recorder: built with the GPU of this machine, or without one."""
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
@@ -92,11 +92,11 @@ def _run(target: TargetHere) -> str:
 
 
 def _reasons(known_targets: Sequence[TargetHere]) -> list[str]:
-    """Why targets cannot be built or run, and what to do: a line for those with the same reason."""
+    """Explains why targets cannot be built or run, and what to do: one line for each reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for target in known_targets:
-        for what, reason in (("built", target.not_built), ("run", target.not_run)):
-            if reason and not (what == "run" and reason == target.not_built):
-                fix = f"; {target.fix}" if target.fix and (what == "built" or not target.not_built) else ""
-                reasons.setdefault((what, reason.removeprefix(f"target {target.name}: ") + fix), []).append(target.name)
-    return [f"not {what} here: {', '.join(names)}: {reason}" for (what, reason), names in reasons.items()]
+        for action, reason in (("built", target.not_built), ("run", target.not_run)):
+            if reason and not (action == "run" and reason == target.not_built):
+                fix = f"; {target.fix}" if target.fix and (action == "built" or not target.not_built) else ""
+                reasons.setdefault((action, reason.removeprefix(f"target {target.name}: ") + fix), []).append(target.name)
+    return [f"not {action} here: {', '.join(names)}: {reason}" for (action, reason), names in reasons.items()]

@@ -1,4 +1,4 @@
-"""`cgcompile explain`: what a finding, an error or a reason not to pad means, and what to do about it."""
+"""`cgcompile explain`: explains a finding, an error or a reason against padding, and the remedy."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from cgcompile.util.explanations import Explanation
 
 LEVELS = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
-"""What a severity means, as `cgcompile check` says it."""
+"""Meanings of the severities, as in `cgcompile check`."""
 
-MET = {
+STAGES = {
     "of calls": ("CallError", "ProgramClosed", "SessionBusy", "EntryMissing", "StateMissing"),
     "of loading a bundle": ("BundleError", "MachineError", "OutOfMemory"),
     "of commands": ("UsageError",),
     "of builds": ("ModelError", "BuildError"),
 }
-"""Where somebody meets errors, and their classes."""
+"""The stages in which errors occur, and their classes."""
 
 LAST = "of the recorders, which few people meet"
 RECORDERS = frozenset({
@@ -36,14 +36,14 @@ RECORDERS = frozenset({
     "function-not-interpretable", "access-outside", "kernel-unreadable", "node-refused", "copy-refused",
     "attribute-refused", "memory-refused", "pointer-in-table",
 })  # fmt: skip
-"""What the recorders of CUDA graphs refuse or get wrong, and few people ever see."""
+"""Errors inside the recorders of CUDA graphs, which users rarely see."""
 
 LABEL = 9
-"""Columns of a field's name and the space behind it."""
+"""Columns of a field's name and the space after it."""
 
 
 def names(incomplete: str) -> list[str]:
-    """For the shell's completion: the names that begin so."""
+    """Returns the names with this prefix, for shell completion."""
     return sorted({explanation.name for explanation in _all() if explanation.name.startswith(incomplete)})
 
 
@@ -71,17 +71,17 @@ def explain(
     """
     from cgcompile.util.explanations import nearest, spelled
 
-    known = _all()
+    all_explanations = _all()
     if name is None:
         if as_json:
-            write_json([_plain(explanation) for explanation in known])
+            write_json([_plain(explanation) for explanation in all_explanations])
         else:
-            _list(known)
+            _list(all_explanations)
         return
-    matches = [explanation for explanation in known if explanation.name == spelled(name)]
+    matches = [explanation for explanation in all_explanations if explanation.name == spelled(name)]
     if not matches:
-        close = nearest(name, [explanation.name for explanation in known])
-        hint = f"did you mean {' or '.join(close)}?" if close else "`cgcompile explain` lists all names"
+        suggestions = nearest(name, [explanation.name for explanation in all_explanations])
+        hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "`cgcompile explain` lists all names"
         raise UsageError(f"{name}: no finding or error has that name", hint)
     if as_json:
         write_json([_plain(explanation) for explanation in matches])
@@ -100,7 +100,7 @@ def _plain(explanation: Explanation) -> dict[str, object]:
 
 
 def about(explanation: Explanation) -> str:
-    """`a finding: host (runs on the host between graphs)`, `an error of cgbundle: CallError, exit status 2`."""
+    """Returns `a finding: host (runs on the host between graphs)`, or `an error of cgbundle: CallError, exit status 2`."""
     if explanation.kind == "padding":
         return "what `build` and `inspect` say under that word"
     if explanation.kind == "error":
@@ -111,22 +111,22 @@ def about(explanation: Explanation) -> str:
 
 def _text(explanation: Explanation) -> str:
     lines = [f"{explanation.name}  {about(explanation)}", f"  {explanation.headline}"]
-    lines += [line for label, said in explanation.fields if said for line in _field(label, said)]
+    lines += [line for label, content in explanation.fields if content for line in _field(label, content)]
     return "\n".join(map(safe, lines))
 
 
-def _field(label: str, said: str) -> list[str]:
-    """A line, or two where the label is a sentence that is printed somewhere."""
-    return [f"  {label:<{LABEL - 2}} {said}"] if len(label) < LABEL - 1 else [f"  {label}", f"{'':<{LABEL + 1}}{said}"]
+def _field(label: str, content: str) -> list[str]:
+    """Returns one line, or two if the label is long."""
+    return [f"  {label:<{LABEL - 2}} {content}"] if len(label) < LABEL - 1 else [f"  {label}", f"{'':<{LABEL + 1}}{content}"]
 
 
-def _list(known: Sequence[Explanation]) -> None:
-    findings = [explanation for explanation in known if explanation.kind == "finding"]
+def _list(entries: Sequence[Explanation]) -> None:
+    findings = [explanation for explanation in entries if explanation.kind == "finding"]
     blocks = [[f"{count(len(findings), 'finding')} of `cgcompile check`"]]
     blocks[0] += _columns([(finding.name, "/".join(finding.severities), finding.headline) for finding in findings])
-    padding = [explanation for explanation in known if explanation.kind == "padding"]
+    padding = [explanation for explanation in entries if explanation.kind == "padding"]
     blocks.append(["what `build` and `inspect` say", *_columns([(word.name, "", word.headline) for word in padding])])
-    errors = [explanation for explanation in known if explanation.kind == "error"]
+    errors = [explanation for explanation in entries if explanation.kind == "error"]
     for title, group in _errors_by_stage(errors).items():
         rows = [(explanation.name, str(explanation.exit_code), explanation.headline) for explanation in group]
         blocks.append([f"{count(len(group), 'error')} {title}, with the exit status", *_columns(rows)])
@@ -134,20 +134,20 @@ def _list(known: Sequence[Explanation]) -> None:
 
 
 def _errors_by_stage(errors: Sequence[Explanation]) -> dict[str, list[Explanation]]:
-    """The errors by where somebody meets them, in the order in which people do."""
-    groups: dict[str, list[Explanation]] = {title: [] for title in (*MET, LAST)}
+    """Groups the errors by stage, in the order of STAGES."""
+    groups: dict[str, list[Explanation]] = {title: [] for title in (*STAGES, LAST)}
     for explanation in errors:
-        title = next(title for title, classes in MET.items() if explanation.error in classes)
+        title = next(title for title, classes in STAGES.items() if explanation.error in classes)
         groups[LAST if explanation.name in RECORDERS else title].append(explanation)
     return {title: group for title, group in groups.items() if group}
 
 
 def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Two columns as wide as they need, and the text."""
+    """Formats two columns with minimum width, and the text."""
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return [f"{name:<{first}}  {middle:<{second}}  {text}" for name, middle, text in rows]
 
 
 def _write(text: str) -> None:
-    """Text without Rich, which takes a third of the command's time to import."""
+    """Writes text without Rich, whose import takes a third of the command's time."""
     sys.stdout.write(f"{text}\n")

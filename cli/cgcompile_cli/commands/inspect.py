@@ -1,4 +1,4 @@
-"""`cgcompile inspect`: what a bundle is, from its manifest and tables; nothing is loaded and nothing runs."""
+"""`cgcompile inspect`: describes a bundle by its manifest and tables; loads and runs nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..output import Field
 
 WIDTH = 100
-"""Columns of a map, and of the kernels, where the output is no terminal and COLUMNS is not set."""
+"""Columns of a map and of the kernels, if stdout is not a terminal and COLUMNS is not set."""
 
 
 def inspect(
@@ -92,7 +92,7 @@ def inspect(
 
 
 def _check_options(graph: str | None, options: dict[str, bool]) -> None:
-    """Raises UsageError where two options ask for different things."""
+    """Raises UsageError for options that exclude each other."""
     views = [name for name in ("--kernels", "--memory", "--html", "--dot") if options[name]]
     if len(views) > 1:
         raise UsageError(
@@ -105,7 +105,7 @@ def _check_options(graph: str | None, options: dict[str, bool]) -> None:
 
 
 def _engine(path: str, manifest: Manifest, views: Sequence[str], as_json: bool) -> None:
-    """A bundle of an engine's graphs.  Raises UsageError for `views` that it does not have."""
+    """Shows a bundle with graphs of an engine.  Raises UsageError for `views` that it does not support."""
     from ..inspection import engine
 
     if views:
@@ -157,20 +157,20 @@ def _graph(path: str, manifest: Manifest, entry: EntrySpec, program: Program, as
         write_json(plain | {"nodes": [node.plain() for nodes in steps for node in nodes]})
         return
     show(record(program_fields(manifest, entry, program)))
-    cut = False
+    truncated = False
     for index, nodes in enumerate(steps):
         if program.steps[index].kind == "graph":
             show(record([("", ""), ("nodes", heading(manifest, program, index, nodes))]))
-            whole = node_columns(nodes)
-            fitting = fitted(whole, _width()) if sys.stdout.isatty() else whole
-            show(node_table(fitting))
-            cut = cut or fitting != whole
-    if cut:
+            columns = node_columns(nodes)
+            fitted_columns = fitted(columns, _width()) if sys.stdout.isatty() else columns
+            show(node_table(fitted_columns))
+            truncated = truncated or fitted_columns != columns
+    if truncated:
         say("lines are cut to the terminal's width; all of it: | less -S")
 
 
 def _memory(path: str, manifest: Manifest, entries: Sequence[EntrySpec], as_json: bool) -> None:
-    """`entries`: those that are shown, with the programs that are."""
+    """Shows memory.  `entries`: the entries and programs to show."""
     from .. import summary
     from ..inspection import memory_map, memory_text
     from ..inspection.nodes import read_nodes

@@ -1,4 +1,4 @@
-"""`cgcompile operators`: what becomes of each of PyTorch's operators on a target."""
+"""`cgcompile operators`: shows whether a target supports each PyTorch operator."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def operators(
     from cgcompile.tools.operators import operators as listed
 
     with watching(quiet) as progress:
-        known = listed(target, progress)
-    matches = [operator for operator in known if not names or any(name.removeprefix("aten.") in operator.name for name in names)]
+        entries = listed(target, progress)
+    matches = [operator for operator in entries if not names or any(name.removeprefix("aten.") in operator.name for name in names)]
     if not matches:
         raise UsageError(f"{' '.join(names or ())}: no operator of PyTorch has this in its name", "leave the name out to see all")
     if as_json:

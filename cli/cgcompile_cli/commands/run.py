@@ -1,4 +1,4 @@
-"""`cgcompile run`: one replay of a bundle from the shell, without NumPy or torch."""
+"""`cgcompile run`: runs one replay of a bundle, without NumPy or torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from cgbundle.tensors.tensor import Tensor
 
 VALUES = 4
-"""Elements of an output that are shown."""
+"""Maximum elements of an output that are shown."""
 
 OTHER_SIZES = "inputs of another size: --inputs FILE; they are padded or chunked where the build proved that this is exact"
-"""What to do where no inputs are stored for a size."""
+"""The hint for a size without stored inputs."""
 
 STDOUT = "-"
-"""The name of a file that means standard output."""
+"""The file name for standard output."""
 
 
 def run(
@@ -93,19 +93,19 @@ def run(
     begin = time.perf_counter()
     with cgbundle.load(bundle, threads=threads) as program:
         loaded = time.perf_counter()
-        again = _inputs_again(spec, input_tensors)
-        called = program[spec.name]
-        begun = time.perf_counter()
-        output_tensors: list[Tensor] = called.replay(input_tensors)
+        fresh_inputs = _inputs_again(spec, input_tensors)
+        callable_entry = program[spec.name]
+        replay_start = time.perf_counter()
+        output_tensors: list[Tensor] = callable_entry.replay(input_tensors)
         replayed = time.perf_counter()
-        warm = _repeated(program, spec.name, again, repeat or 0)
+        warm = _repeated(program, spec.name, fresh_inputs, repeat or 0)
     named_tensors = _tensors_by_name(spec, input_tensors, output_tensors)
     rows = [_row(name, value) | {"values": preview(value)} for name, value in named_tensors]
     if outputs is not None:
         _write(outputs, named_tensors)
     seconds: dict[str, Any] = {
         "load": loaded - begin,
-        "replay": replayed - begun,
+        "replay": replayed - replay_start,
         **({"repeated": _statistics(warm)} if warm else {}),
     }
     if as_json:
@@ -117,10 +117,10 @@ def run(
             "seconds": seconds,
         })  # fmt: skip
         return
-    more = [", ..." if math.prod(row["shape"]) > len(row["values"]) else "" for row in rows]
+    ellipses = [", ..." if math.prod(row["shape"]) > len(row["values"]) else "" for row in rows]
     shown = [
         (row["name"], row["dtype"], row["shape"], listed([_spelled(value) for value in row["values"]]) + dots)
-        for row, dots in zip(rows, more, strict=True)
+        for row, dots in zip(rows, ellipses, strict=True)
     ]
     text = sys.stderr if outputs == STDOUT else sys.stdout
     show(table(("output", "dtype", "shape", "values"), shown), text)
@@ -135,25 +135,25 @@ def run(
 
 
 def _inputs_again(entry: EntrySpec, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """Makes the inputs as they are now: a replay writes to some of them."""
-    before = {index: tensors[index].clone() for index in entry.mutated_inputs}
-    return lambda: [before[index].clone() if index in before else value for index, value in enumerate(tensors)]
+    """Returns a function that copies the current inputs, because a replay writes to some of them."""
+    copies = {index: tensors[index].clone() for index in entry.mutated_inputs}
+    return lambda: [copies[index].clone() if index in copies else value for index, value in enumerate(tensors)]
 
 
 def _repeated(program: Program, entry: str, inputs: Callable[[], list[Tensor]], times: int) -> list[float]:
-    """The seconds of each of so many replays, all of the same inputs and state."""
-    seconds, called = [], program[entry]
+    """Returns the seconds of `times` replays with the same inputs and state."""
+    seconds, callable_entry = [], program[entry]
     for _ in range(times):
         program.reset()
         tensors = inputs()
-        begun = time.perf_counter()
-        called.replay(tensors)
-        seconds.append(time.perf_counter() - begun)
+        start = time.perf_counter()
+        callable_entry.replay(tensors)
+        seconds.append(time.perf_counter() - start)
     return seconds
 
 
 def _statistics(seconds: Sequence[float]) -> dict[str, float]:
-    """How many, the smallest, percentiles (the smallest value that so many of a hundred do not exceed), the largest, the mean."""
+    """Returns the number of replays, minimum, percentiles (nearest rank), maximum and mean."""
     ranked = sorted(seconds)
     percentiles = {f"p{share}": ranked[math.ceil(share * len(ranked) / 100) - 1] for share in (50, 90, 99)}
     return {
@@ -162,8 +162,8 @@ def _statistics(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _tensors_by_name(entry: EntrySpec, input_tensors: list[Tensor], output_tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
-    """The outputs, and the inputs that the model writes to, each under a name of its own: an input's name, or `NAME.written` where
-    an output is called that."""
+    """Returns outputs and mutated inputs with unique names.  A mutated input has the input's name, or `NAME.written` if an output
+    has that name."""
     tensors = {spec.name: value for spec, value in zip(entry.outputs, output_tensors, strict=True)}
     for index in entry.mutated_inputs:
         name = entry.inputs[index].name
@@ -178,7 +178,7 @@ def _row(name: str, value: Tensor) -> dict[str, Any]:
 
 
 def preview(value: Tensor) -> list[complex | float | int | bool]:
-    """The first elements along the last axis; nothing for a dtype without numbers."""
+    """Returns the first elements along the last axis; [] for a dtype without numbers."""
     from cgbundle.tensors.numbers import decode
 
     last = len(value.shape) - 1
@@ -192,15 +192,15 @@ def preview(value: Tensor) -> list[complex | float | int | bool]:
 
 
 def _spelled(number: complex | float | int | bool) -> str:
-    """`1.5`, `1.5-2j`."""
+    """Formats a number: `1.5`, `1.5-2j`."""
     return str(number).strip("()")
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as JSON: a complex number is a list of its two parts, and text stands for what is no number there."""
+    """Converts a row to JSON: a complex number becomes a list of two parts, and infinity and NaN become text."""
     parts = [(value.real, value.imag) if isinstance(value, complex) else (value,) for value in row["values"]]
-    known = [[part if math.isfinite(part) else str(part) for part in components] for components in parts]
-    return row | {"values": [components if len(components) > 1 else components[0] for components in known]}
+    finite = [[part if math.isfinite(part) else str(part) for part in components] for components in parts]
+    return row | {"values": [components if len(components) > 1 else components[0] for components in finite]}
 
 
 def _stored(path: str, entry: EntrySpec, key: str | None) -> list[Tensor]:
@@ -226,28 +226,28 @@ def _stored(path: str, entry: EntrySpec, key: str | None) -> list[Tensor]:
 
 
 def _read(path: str, entry: EntrySpec) -> list[Tensor]:
-    """The inputs by name.  Raises UsageError for a file that is not safetensors, lacks an input, or holds something else."""
+    """Reads the inputs by name.  Raises UsageError for a file that is not safetensors, lacks an input, or has other tensors."""
     from cgbundle.errors import BundleError
     from cgbundle.format.safetensors import Mapped
     from cgbundle.tensors.tensor import from_bytes
 
-    wanted = [spec.name for spec in entry.inputs]
+    input_names = [spec.name for spec in entry.inputs]
     try:
         file = Mapped(path, path)
     except BundleError as error:
         raise UsageError(str(error), "--inputs takes a safetensors file that holds every input under its name") from None
     with closing(file):
-        takes = f"the bundle takes {listed(wanted)}"
-        for name in [*wanted, *file.entries]:
+        takes = f"the bundle takes {listed(input_names)}"
+        for name in [*input_names, *file.entries]:
             if name not in file.entries:
                 raise UsageError(f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
-            if name not in wanted:
+            if name not in input_names:
                 raise UsageError(f"{path}: the bundle has no input {name!r}", takes)
-        return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in wanted]
+        return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in input_names]
 
 
 def _check_outputs(path: str, as_json: bool) -> None:
-    """Raises UsageError where outputs cannot go to `path`: before they are computed, not after."""
+    """Raises UsageError before the replay if outputs cannot be written to `path`."""
     if path != STDOUT:
         check_writable(path)
     elif as_json:

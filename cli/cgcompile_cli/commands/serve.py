@@ -1,4 +1,4 @@
-"""`cgcompile serve`: bundles over HTTP, without torch."""
+"""`cgcompile serve`: serves bundles over HTTP, without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..options import Threads
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-"""Powers of two, by the first letters of KiB and the like."""
+"""Powers of two by the first letter of the unit."""
 
 
 def serve(
@@ -140,26 +140,26 @@ def serve(
 
 
 def _check_extra(extra: str, packages: Sequence[str]) -> None:
-    """Raises UsageError where a package of an extra is missing."""
+    """Raises UsageError if a package of an extra is missing."""
     for package in packages:
         try:
-            there = importlib.util.find_spec(package) is not None
-        except ModuleNotFoundError:  # the package that it lies in
-            there = False
-        if not there:
-            what = f"serving needs {package}, of the extra {extra}, which is not installed"
-            raise UsageError(what, f"pip install 'cgcompile[{extra}]'")
+            installed = importlib.util.find_spec(package) is not None
+        except ModuleNotFoundError:  # the parent package is missing
+            installed = False
+        if not installed:
+            problem = f"serving needs {package}, of the extra {extra}, which is not installed"
+            raise UsageError(problem, f"pip install 'cgcompile[{extra}]'")
 
 
 def _devices(text: str) -> tuple[int, ...]:
-    """`0,1` -> (0, 1).  Raises UsageError."""
+    """Parses `0,1` to (0, 1).  Raises UsageError."""
     if text and not all(number.isdigit() for number in text.split(",")):
         raise UsageError(f"--devices {text}: expected numbers of GPUs, as in 0,1")
     return tuple([int(number) for number in text.split(",") if number])
 
 
 def _adapters(texts: Sequence[str]) -> tuple[tuple[str, Path], ...]:
-    """`NAME=FOLDER` -> (NAME, FOLDER).  Raises UsageError."""
+    """Parses `NAME=FOLDER` to (NAME, FOLDER).  Raises UsageError."""
     pairs: list[tuple[str, Path]] = []
     for text in texts:
         name, _, folder = text.partition("=")
@@ -172,7 +172,7 @@ def _adapters(texts: Sequence[str]) -> tuple[tuple[str, Path], ...]:
 
 
 def _size(text: str) -> int:
-    """`40GiB` -> bytes.  Raises UsageError."""
+    """Parses `40GiB` to bytes.  Raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(?:i?B)?|B)?", text)
     if match is None:
         raise UsageError(f"--memory {text}: expected a size, as in 500MiB or 40GiB")

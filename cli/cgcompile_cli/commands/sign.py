@@ -1,4 +1,4 @@
-"""`cgcompile sign`: a signature over a bundle's manifest, so that those who have the public key know who made it."""
+"""`cgcompile sign`: signs a bundle's manifest, so that owners of the public key can verify who built the bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cgcompile sizes`: the capture sizes that waste the least padding on a trace of request sizes."""
+"""`cgcompile sizes`: proposes capture sizes with the least padding for a log of request sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cgcompile.tools.capture_sizes import Proposal
 
 BAR = 20
-"""Characters of the longest bar."""
+"""Maximum characters of a bar."""
 
 
 def sizes(
@@ -48,29 +48,29 @@ def sizes(
     from cgcompile.tools.capture_sizes import MARGIN, choose, propose, read_request_log
 
     names = list(dict.fromkeys(columns or ()))
-    asked = []
+    results = []
     for column, counts in zip(names or [""], read_request_log(trace, *names), strict=True):
         proposals = propose(counts, most, multiple)
         chosen = choose(proposals)
         reason = _reason(proposals, chosen, most, MARGIN)
-        asked.append(_Asked(column=column, counts=counts, proposals=proposals, chosen=chosen, reason=reason))
-    line = " ".join(["cgcompile build MODEL", *[f"--sizes {choice.option}" for choice in asked]])
+        results.append(_ColumnResult(column=column, counts=counts, proposals=proposals, chosen=chosen, reason=reason))
+    line = " ".join(["cgcompile build MODEL", *[f"--sizes {choice.option}" for choice in results]])
     if as_json:
         fields: dict[str, Any] = (
-            asked[0].as_json() if len(asked) == 1 else {"columns": {choice.column: choice.as_json() for choice in asked}}
+            results[0].as_json() if len(results) == 1 else {"columns": {choice.column: choice.as_json() for choice in results}}
         )
         write_json({"path": trace, "multiple": multiple, **fields, "command": line})
         return
-    for choice in asked:
-        if choice is not asked[0]:
+    for choice in results:
+        if choice is not results[0]:
             show("")
         choice.show()
-    typer.echo(line)  # one line on any terminal: it is there to be copied
+    typer.echo(line)  # one line on any terminal, so that it can be copied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """What was asked for in a column, "" for lines, and what is proposed."""
+class _ColumnResult:
+    """Sizes in a column ("" for a file of lines), and the proposed capture sizes."""
 
     column: str
     counts: Mapping[int, int]
@@ -80,7 +80,7 @@ class _Asked:
 
     @property
     def option(self) -> str:
-        """What `--sizes` is given."""
+        """The value of the option `--sizes`."""
         return f"{self.column}=" * self.column.isidentifier() + ",".join(map(str, self.chosen.sizes))
 
     def as_json(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _row(proposal: Proposal, most: float) -> tuple[Any, ...]:
 
 
 def _reason(proposals: Sequence[Proposal], chosen: Proposal, most: int, margin: float) -> str:
-    """Why this number: one line."""
+    """Explains in one line why this number of sizes was chosen."""
     number, best = len(chosen.sizes), proposals[-1]
     if chosen is not best:
         saved = f"{chosen.wasted:.1f}% wasted, {best.wasted:.1f}% with {len(best.sizes)}"

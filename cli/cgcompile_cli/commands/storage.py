@@ -1,4 +1,4 @@
-"""Where results and bundles lie: `cgcompile cache`, what builds keep for the next one; `push` and `pull`, bundles far away."""
+"""`cgcompile cache`: the cache of builds; `push` and `pull`: bundles in remote folders."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _plain(kept_stages: Sequence[Kept]) -> dict[str, Any]:
 
 
 def _size_text(kept_stages: Sequence[Kept]) -> str:
-    """`12 files, 3.4 MiB (kernels 3.1 MiB, lowered 0.3 MiB)`, "" for none."""
+    """Formats the size of the cache: `12 files, 3.4 MiB (kernels 3.1 MiB, lowered 0.3 MiB)`, "" for an empty one."""
     if not kept_stages:
         return ""
     parts = ", ".join([f"{row.stage} {size(row.bytes)}" for row in kept_stages])
@@ -83,8 +83,8 @@ def push(bundle: BundlePath, url: Url, force: Force = False, as_json: AsJson = F
     import cgcompile
     from cgcompile.bundle.manifest_text import bundle_bytes
 
-    done = cgcompile.push(bundle, url, replace=force)
-    _tell_transfer(done.place, bundle_bytes(done.manifest), done.moved, as_json)
+    transferred = cgcompile.push(bundle, url, replace=force)
+    _tell_transfer(transferred.place, bundle_bytes(transferred.manifest), transferred.moved, as_json)
 
 
 def pull(
@@ -104,8 +104,8 @@ def pull(
     import cgcompile
     from cgcompile.bundle.manifest_text import bundle_bytes
 
-    done = cgcompile.pull(url, out, replace=force)
-    _tell_transfer(done.place, bundle_bytes(done.manifest), done.moved, as_json)
+    transferred = cgcompile.pull(url, out, replace=force)
+    _tell_transfer(transferred.place, bundle_bytes(transferred.manifest), transferred.moved, as_json)
 
 
 def _tell_transfer(place: str, total: int, moved: int, as_json: bool) -> None:

@@ -1,6 +1,6 @@
-"""`cgcompile verify`: every invariant and hash, all damage at once; with --run the stored self-test, in a fresh process.
+"""`cgcompile verify`: checks every invariant and hash, and reports all damage; with --run also the self-test in a new process.
 
-With --key also that one of these keys signed it."""
+With --key it also checks that one of these keys signed the bundle."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def verify(
 
 
 def _signed(signature: Signature | None, keys: Sequence[str]) -> str:
-    """By whom, or ""."""
+    """Returns a text about the signature's key, "" without a signature."""
     if signature is None:
         return ""
     return f"signed by key {signature.key.hex()}" + ("" if keys else ", which was not checked: give --key")
 
 
 def _examine(path: str, keys: Sequence[str]) -> tuple[Manifest | None, Signature | None, list[CgbundleError]]:
-    """The manifest and the signature (None where they are damaged or missing) and everything that is wrong with the bundle.
+    """Returns the manifest and the signature (None if damaged or missing) and all defects of the bundle.
 
     Raises library-missing, key-invalid, bundle-missing, not-a-bundle, format-unsupported.
     """
@@ -137,14 +137,14 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
         donations = answer.get("donations", [])
         if donations:
             failed = [row for row in donations if not row["passed"]]
-            unlike = f"{len(failed) or 'none'} unlike their copies"
-            show(f"donations: {count(len(donations), 'call')} of outputs taken where they lie, {unlike}")
+            mismatch_text = f"{len(failed) or 'none'} unlike their copies"
+            show(f"donations: {count(len(donations), 'call')} of outputs taken where they lie, {mismatch_text}")
             for row in failed:
                 show(safe(f"{row['title']}: {row['text']}"))
 
 
 def _failures(manifest: Manifest, row: dict[str, Any]) -> list[str]:
-    """`batch=8: output 1 (int64): 3 of 8 values differ, first at [2]: 17, expected 12` of every tensor that failed."""
+    """Formats every failed tensor: `batch=8: output 1 (int64): 3 of 8 values differ, first at [2]: 17, expected 12`."""
     from cgbundle.format.file_names import entry_named
     from cgbundle.self_test import name_key
 

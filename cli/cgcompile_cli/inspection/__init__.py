@@ -1,1 +1,1 @@
-"""What the nodes and memories of a bundle are called and where they lie: for `inspect` and its page."""
+"""Names and addresses of a bundle's nodes and memories, for `inspect` and its page."""

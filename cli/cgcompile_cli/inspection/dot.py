@@ -1,4 +1,4 @@
-"""`inspect --dot`: the nodes of one int_key as Graphviz DOT.  Pure."""
+"""`inspect --dot`: the nodes of one int_key as Graphviz DOT.  Pure functions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LOOKS = {
     "copy": "shape=box, style=rounded", "host": "shape=box3d",
 }  # fmt: skip
 LINE = 60
-"""Characters of a label's line."""
+"""Characters of a line in a label."""
 
 
 def dot(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRow]]) -> str:
-    """The digraph: a cluster per graph step, a node per node, copy and host region; its edges and the order of the steps."""
+    """Returns the digraph: a cluster per graph step, a node per node, copy and host region, the edges, and the order of steps."""
     return "\n".join(["digraph {", *(f"  {line}" for line in _lines(manifest, program, steps)), "}", ""])
 
 
@@ -44,12 +44,12 @@ def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRo
                 yield "  " + _box(node, str(node.number))
             yield "}"
         first = [_name(node) for node in nodes if not node.after and not node.depth]
-        if len(last) * len(first) > 1:  # a point between them keeps many ends and many starts readable
+        if len(last) * len(first) > 1:  # a point between them avoids an edge for every pair
             yield f"s{index} [shape=point, width=0.05];"
             yield from [f"{node_name} -> s{index} [style=dashed];" for node_name in last]
             yield from [f"s{index} -> {node_name} [style=dashed];" for node_name in first]
         else:
-            yield from [f"{one} -> {other} [style=dashed];" for one in last for other in first]
+            yield from [f"{source_name} -> {target_name} [style=dashed];" for source_name in last for target_name in first]
         for node in nodes:
             for source in node.after:
                 style = ' [label="early"]' if source in node.early else ""
@@ -63,7 +63,7 @@ def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRo
 
 
 def _words(node: NodeRow) -> tuple[str, ...]:
-    """What leads to each body of a conditional node."""
+    """Returns the edge labels to each body of a conditional node."""
     if node.what.startswith("switch"):
         return tuple(map(str, range(len(node.bodies))))
     return ("turn",) if node.what.startswith("while") else ("true", "false")[: len(node.bodies)]
@@ -81,10 +81,10 @@ def _box(node: NodeRow, head: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """`text` as a string of DOT."""
+    """Quotes `text` as a DOT string."""
     return f'"{_escaped(text)}"'
 
 
 def _escaped(text: str) -> str:
-    """Inside the quotes: nothing ends the string, and neither a backslash nor an ampersand begins an escape of Graphviz's."""
+    """Escapes text inside quotes, so that it neither ends the string nor begins a Graphviz escape."""
     return safe(text).replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;")

@@ -1,4 +1,4 @@
-"""`inspect` of a bundle of an engine's graphs: the graphs, and the tensors that `cgbundle.attach` is given or gives."""
+"""`inspect` of an engine's bundle: the graphs, and the input and output tensors of `cgbundle.attach`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def overview(path: str, manifest: Manifest) -> list[Field]:
-    """What is shown for people."""
+    """Returns the fields for text output."""
     engine, origin = _engine_of(manifest), manifest.provenance
     graphs = [(repr(key), count(nodes, "node")) for key, nodes in _graphs(path, engine)]
     inputs, outputs = [
@@ -41,7 +41,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
 
 
 def plain(path: str, manifest: Manifest) -> dict[str, Any]:
-    """What `--json` gives: the manifest as it is stored, and what follows from it."""
+    """Returns the object for `--json`: the stored manifest, and values derived from it."""
     import json
 
     from cgcompile.bundle import manifest_text
@@ -57,12 +57,12 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def driver(number: int) -> str:
-    """13000 in words: no other version will do."""
+    """Formats a driver version, such as 13000.  An engine's graphs need exactly this version."""
     return f"CUDA driver {number // 1000}.{number % 1000 // 10}, no other"
 
 
 def _engine_of(manifest: Manifest) -> Engine:
-    assert manifest.engine is not None  # the command has looked
+    assert manifest.engine is not None  # checked by the command
     return manifest.engine
 
 
@@ -71,7 +71,7 @@ def _first_key(engine: Engine) -> Any:
 
 
 def _graphs(path: str, engine: Engine) -> list[tuple[Any, int]]:
-    """The key and the number of nodes of every graph."""
+    """Returns the key and the number of nodes of every graph."""
     bundle = Archive(path)
     return [
         (decode_key(graph.key, graph.file), Table(bundle.data(graph.file), graph.file).counts["nodes"]) for graph in engine.graphs

@@ -1,4 +1,4 @@
-"""`inspect --kernels`: the kernels of a cuda bundle by number of launches and size of their images, and how each was chosen."""
+"""`inspect --kernels`: the kernels of a cuda bundle by number of launches and image size, and how each was chosen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cgbundle.format.schema import Manifest
 
 CHOICES = "kernels.json"
-"""What the compiler says of every kernel that it chose itself."""
+"""The file with the configurations of the kernels that the compiler chose."""
 
 
 class KernelLaunches(NamedTuple):
@@ -33,7 +33,7 @@ class KernelLaunches(NamedTuple):
 
 
 def kernels(path: str, manifest: Manifest) -> list[KernelLaunches]:
-    """All kernels, those launched most first, then those with the larger images.  Raises file-damaged, table-invalid."""
+    """Returns all kernels, sorted by launches, then by image size.  Raises file-damaged, table-invalid."""
     files = {file.path: file for file in manifest.files}
     launches: dict[tuple[str, str], int] = {}
     for step in [step for program in all_programs(manifest) for step in program.steps if step.kind == "graph"]:
@@ -43,16 +43,16 @@ def kernels(path: str, manifest: Manifest) -> list[KernelLaunches]:
             if f"kernels/{key[0]}" not in files:
                 raise BundleError("table-invalid", f"{step.file}: kernel image {key[0]} is not in the bundle")
             launches[key] = launches.get(key, 0) + 1
-    said = _choices(path, files, f"graphs/{variant_name(manifest.target)}/{CHOICES}")
+    choices = _choices(path, files, f"graphs/{variant_name(manifest.target)}/{CHOICES}")
     rows = []
     for (image, symbol), count in launches.items():
-        configuration, chosen = said.get((image, symbol), ("", ""))
+        configuration, chosen = choices.get((image, symbol), ("", ""))
         rows.append(KernelLaunches(symbol, image, count, files[f"kernels/{image}"].bytes, configuration, chosen))
     return sorted(rows, key=lambda row: (-row.launches, -row.image_bytes, row.symbol, row.image))
 
 
 def kernel_table(rows: list[KernelLaunches]) -> Table:
-    """A row per kernel; what it was compiled with stands below its name, which may fill a screen's width by itself."""
+    """Makes a row per kernel.  The configuration is below the name, because a name may fill the line."""
     from rich.table import Table
     from rich.text import Text
 
@@ -70,7 +70,7 @@ def kernel_table(rows: list[KernelLaunches]) -> Table:
 
 
 def _choices(path: str, files: dict[str, Any], variant_file: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """`variant_file`: the name of the file of one variant of several."""
+    """Reads the configurations.  `variant_file`: the file's name in a bundle with several variants."""
     name = next((name for name in (CHOICES, variant_file) if name in files), None)
     if name is None:
         return {}

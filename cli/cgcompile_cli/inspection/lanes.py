@@ -1,4 +1,4 @@
-"""The edges of a recording as lanes beside a list of its nodes, as version control draws branches.  Pure."""
+"""Draws the edges of a recording as lanes beside the list of nodes, as version control draws branches.  Pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .nodes import NodeRow
 
 
 class LaneRow(NamedTuple):
-    """Beside one node: the `lane` of it; `passing` lanes run on to later rows; `arriving` lanes lead into it from the row above;
+    """The row of one node: its `lane`; `passing` lanes continue to later rows; `arriving` lanes lead into it from the row above;
     `leaving`: a later node waits for it."""
 
     lane: int
@@ -19,19 +19,19 @@ class LaneRow(NamedTuple):
 
 
 def lanes(nodes: Sequence[NodeRow]) -> list[LaneRow]:
-    """A row per node.  A node's own lane runs on until the last node that waits for it; then another may take it."""
+    """Returns a row per node.  A node uses its lane until the last node that waits for it; then another node may use the lane."""
     last: dict[int, int] = {}
     for position, node in enumerate(nodes):
         last.update(dict.fromkeys(node.after, position))
-    held: dict[int, int] = {}  # lane -> the number of the node that it comes from
+    sources: dict[int, int] = {}  # lane -> number of its source node
     rows = []
     for position, node in enumerate(nodes):
-        arriving = tuple(sorted(lane for lane, source in held.items() if source in node.after))
-        held = {lane: source for lane, source in held.items() if last[source] > position}
-        passing = tuple(sorted(held))
-        lane = next(candidate for candidate in (*arriving, *range(len(held) + 1)) if candidate not in held)
+        arriving = tuple(sorted(lane for lane, source in sources.items() if source in node.after))
+        sources = {lane: source for lane, source in sources.items() if last[source] > position}
+        passing = tuple(sorted(sources))
+        lane = next(candidate for candidate in (*arriving, *range(len(sources) + 1)) if candidate not in sources)
         leaving = node.number in last
         if leaving:
-            held[lane] = node.number
+            sources[lane] = node.number
         rows.append(LaneRow(lane, passing, arriving, leaving))
     return rows

@@ -1,7 +1,6 @@
-"""What lies where in the memories of a program, and which steps and nodes use it: `inspect --memory`.  Pure.
+"""Maps the memories of a program to the steps and nodes that use them: `inspect --memory`.  Pure functions.
 
-A *place* is an address that something of the program refers to.  A recording does not say how far it reaches: at the latest, it
-ends where the next one begins.
+A *place* is an address that the program uses.  A recording does not contain its length: it ends at the next place, at the latest.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ if TYPE_CHECKING:
     from cgbundle.format.schema import EntrySpec, Manifest, Program
 
 DRAWN = ("state", "inputs", "arena", "host")
-"""Memories that are drawn place by place.  Of the weights, which are only read, a line is enough."""
+"""Memories that are drawn place by place.  Weights are only read, so one line suffices."""
 
 LETTERS = {WRITES: "w", REFERS: "x", READS: "r"}
-"""How a use is drawn; the first of these that holds for a column."""
+"""Letters for uses; a column shows the first one that applies."""
 
 ROWS = 400
-"""Places of a program that are drawn: the rest is counted."""
+"""Maximum places of a program that are drawn."""
 
 
 class Place(NamedTuple):
-    """`end` is the byte behind the place, at the most; `name` is what lies there, "" where that is not known.
+    """A range of a memory that nodes use.  `end`: at most the first byte after it; `name`: its contents, "" if unknown.
 
-    `uses` maps the position of a node in the program's order to READS, WRITES or REFERS; of several, the first in LETTERS."""
+    `uses` maps the position of a node in the program to its use: WRITES, REFERS or READS, the first of these that applies."""
 
     memory: str
     begin: int
@@ -38,13 +37,13 @@ class Place(NamedTuple):
 
 
 def order(steps: Sequence[Sequence[NodeRow]]) -> list[NodeRow]:
-    """All nodes of a program in its order: their positions are the columns of a map."""
+    """Returns all nodes of a program in order: their positions are the columns of a map."""
     return [node for nodes in steps for node in nodes]
 
 
 def places(manifest: Manifest, entry: EntrySpec, program: Program, nodes: Sequence[NodeRow]) -> list[Place]:
-    """The places of the memories in DRAWN, by memory and address.  A program of the cpu target has none: its values lie in memory
-    that a call brings or its host region allocates."""
+    """Returns the places of the memories in DRAWN, by memory and address.  A cpu program has none: its values are in memory of the
+    caller, or allocated by its host region during a call."""
     if manifest.target.kind == "cpu":
         return []
     uses: dict[tuple[str, int], dict[int, str]] = {}
@@ -56,24 +55,24 @@ def places(manifest: Manifest, entry: EntrySpec, program: Program, nodes: Sequen
     for position, node in enumerate(nodes):
         for reference in node.references:
             if reference.memory in DRAWN:
-                known = uses.setdefault((reference.memory, reference.offset), {})
-                known[position] = min(known.get(position, READS), reference.how, key=list(LETTERS).index)
+                by_position = uses.setdefault((reference.memory, reference.offset), {})
+                by_position[position] = min(by_position.get(position, READS), reference.how, key=list(LETTERS).index)
     sizes = dict(manifest.memories) | {"arena": program.arena, "inputs": program.static}
     rows = []
     for memory in DRAWN:
         begins = sorted(begin for where, begin in uses if where == memory)
         ends = [*begins[1:], max([sizes.get(memory, 0), *begins[-1:]])]
-        for begin, end in zip(begins, ends, strict=False):  # without places there is one end and no begin
+        for begin, end in zip(begins, ends, strict=False):  # without places there is one end but no begin
             rows.append(Place(memory, begin, end, ", ".join(labels.get((memory, begin), ())), uses[memory, begin]))
     return rows
 
 
 def _places(manifest: Manifest, entry: EntrySpec, program: Program) -> Iterator[tuple[str, int, str]]:
-    """(memory, offset, name) of every value and every row of state."""
-    named = roles(entry, program)
+    """Yields (memory, offset, name) of every value and every buffer of state."""
+    role_names = roles(entry, program)
     for index, value in enumerate(program.values):
         if value.memory in DRAWN:
-            yield value.memory, value.offset, named.get(index, f"v{index}")
+            yield value.memory, value.offset, role_names.get(index, f"v{index}")
     for weight in manifest.weights:
         if weight.memory == "state":
             yield "state", weight.offset, weight.name

@@ -1,4 +1,4 @@
-"""Maps of memory as text: `inspect --memory`.  Pure."""
+"""Maps of memory as text: `inspect --memory`.  Pure functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BETWEEN = "-"
 SHADES = " .:=+*#@"
-"""From no use of a part of the arena to the most."""
+"""Density of use of a part of the arena, from none to highest."""
 
 LEGEND = "w written, r read, x one or both, - between the first and the last use"
 
@@ -29,14 +29,14 @@ LEGEND = "w written, r read, x one or both, - between the first and the last use
 def one_program(
     entry: EntrySpec, program: Program, steps: Sequence[Sequence[NodeRow]], places: Sequence[Place], columns: int
 ) -> tuple[RenderableType, ...]:
-    """What uses which place of one program's memory, along its steps."""
+    """Shows the uses of every place of one program's memory, by step."""
     total = sum(map(len, steps))
     texts = list(rows(places, total, 0))
     spent = sum(max([len(text[column]) for text in texts]) + 2 for column in range(3))
     width = max(20, columns - spent)
     per_column = max(1, -(-total // width))
-    about = f"{total} nodes and steps in order, {'one' if per_column == 1 else per_column} a column"
-    head = record([("int_key", name_key(entry, program.key)), ("columns", [about, LEGEND])])
+    scale = f"{total} nodes and steps in order, {'one' if per_column == 1 else per_column} a column"
+    head = record([("int_key", name_key(entry, program.key)), ("columns", [scale, LEGEND])])
     drawn: list[tuple[str, ...]] = []
     if len(steps) > 1:
         drawn.append(("", "", "steps", timeline(program, steps, width)))
@@ -50,17 +50,17 @@ def all_programs(
     programs: Sequence[tuple[Program, Sequence[Sequence[NodeRow]], Sequence[Place]]],
     columns: int,
 ) -> tuple[RenderableType, ...]:
-    """A line per program of `entry`: how much it needs, and how busy each part of the arena is."""
-    whole = dict(manifest.memories).get("arena", 0)
+    """Shows a line per program of `entry`: its memory, and how many nodes use each part of the arena."""
+    arena_bytes = dict(manifest.memories).get("arena", 0)
     heads = (" x ".join([dimension.name for dimension in entry.dimensions]) or "int_key", ">arena", ">inputs", ">nodes")
     lines = [
         (spell(program.key), size(program.arena), size(program.static), str(sum(map(len, steps)))) for program, steps, _ in programs
     ]
     spent = sum(max(len(head.strip(">")), *[len(row[column]) for row in lines]) + 2 for column, head in enumerate(heads))
     width = max(20, columns - spent - 2)
-    scale = f"|0{size(whole).rjust(width - 1)}|"
+    scale = f"|0{size(arena_bytes).rjust(width - 1)}|"
     drawn = [
-        (*row, f"|{shades(places, 'arena', whole, program.arena, width).ljust(width)}|")
+        (*row, f"|{shades(places, 'arena', arena_bytes, program.arena, width).ljust(width)}|")
         for row, (program, _, places) in zip(lines, programs, strict=True)
     ]
     legend = [
@@ -71,7 +71,7 @@ def all_programs(
 
 
 def uses_strip(uses: dict[int, str], total: int, width: int) -> str:
-    """The uses of a place along the order of `total` nodes, in at most `width` characters."""
+    """Draws the uses of a place by `total` nodes in order, in at most `width` characters."""
     step = max(1, -(-total // max(width, 1)))
     cells = [" "] * -(-total // step)
     if uses:
@@ -85,7 +85,7 @@ def uses_strip(uses: dict[int, str], total: int, width: int) -> str:
 
 
 def ruler(total: int, width: int) -> str:
-    """`0         10        20`: positions above the cells of `uses_strip`."""
+    """Draws positions above the cells of `uses_strip`: `0         10        20`."""
     step = max(1, -(-total // max(width, 1)))
     line = ""
     for cell in range(0, -(-total // step), 10):
@@ -95,14 +95,14 @@ def ruler(total: int, width: int) -> str:
 
 
 def timeline(program: Program, steps: Sequence[Sequence[NodeRow]], width: int) -> str:
-    """The steps above the cells of `uses_strip`: `h` for a host step, else `c` for a copy, else `g` for nodes of a graph."""
+    """Draws the steps above the cells of `uses_strip`: `h` for a host step, else `c` for a copy, else `g` for nodes of a graph."""
     kinds = [program.steps[node.step].kind[0] for node in order(steps)]
     step = max(1, -(-len(kinds) // max(width, 1)))
     return "".join([max(kinds[begin : begin + step], key="gch".index) for begin in range(0, len(kinds), step)])
 
 
 def rows(places: Sequence[Place], total: int, width: int) -> Iterator[tuple[str, str, str, str]]:
-    """(address, size, name, uses_strip) of each place."""
+    """Yields (address, size, name, uses_strip) of each place."""
     drawn, hidden = shortened(places, ROWS)
     for place in drawn:
         yield f"{place.memory}+{place.begin}", size(place.end - place.begin), place.name, uses_strip(place.uses, total, width)
@@ -111,17 +111,17 @@ def rows(places: Sequence[Place], total: int, width: int) -> Iterator[tuple[str,
 
 
 def shades(places: Iterable[Place], memory: str, whole: int, program_bytes: int, width: int) -> str:
-    """`memory` of a program in `width` characters for `whole` bytes: how many nodes use each part of its `program_bytes`."""
+    """Draws a program's `memory` in `width` characters for `whole` bytes: how many nodes use each part of its `program_bytes`."""
     parts = [place for place in places if place.memory == memory]
     begins = [place.begin for place in parts]
     cells = []
     for cell in range(width if whole else 0):
-        first, behind = cell * whole // width, max((cell + 1) * whole // width, cell * whole // width + 1)
+        first, cell_end = cell * whole // width, max((cell + 1) * whole // width, cell * whole // width + 1)
         if first >= program_bytes:
             break
         row = max(bisect_right(begins, first) - 1, 0)
         most = 0
-        while row < len(parts) and parts[row].begin < behind:
+        while row < len(parts) and parts[row].begin < cell_end:
             if parts[row].end > first:
                 most = max(most, len(parts[row].uses))
             row += 1
@@ -130,11 +130,11 @@ def shades(places: Iterable[Place], memory: str, whole: int, program_bytes: int,
 
 
 def weights_line(manifest: Manifest, limit: int = 4) -> str:
-    """`30 weights, 59.5 KiB: the largest token.weight 6.0 KiB, ...`."""
+    """Summarizes the weights: `30 weights, 59.5 KiB: the largest token.weight 6.0 KiB, ...`."""
     tensors = {weight.tensor: weight for weight in reversed(manifest.weights) if weight.memory != "state"}
     sized = sorted(((span(w), w.name) for w in tensors.values()), key=lambda row: (-row[0], row[1]))
     if not sized:
         return "no weights"
     top = ", ".join([f"{name} {size(number)}" for number, name in sized[:limit]])
-    more = f"; the largest: {top}" if len(sized) > limit else f": {top}"
-    return f"{count(len(sized), 'tensor')}, {size(sum(number for number, _ in sized))}{more}"
+    largest_text = f"; the largest: {top}" if len(sized) > limit else f": {top}"
+    return f"{count(len(sized), 'tensor')}, {size(sum(number for number, _ in sized))}{largest_text}"

@@ -1,4 +1,4 @@
-"""What an address of a recording is called: a weight, an input, a value of the program, or `arena+4096`.  Pure."""
+"""Names for addresses of a recording: a weight, an input, a value of the program, or `arena+4096`.  Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cgbundle.format.spans import span
 
 
 class Names:
-    """The names of addresses in one program; `of` is what it is for."""
+    """The names of addresses in one program."""
 
     __slots__ = ("_known", "_program", "_roles", "_rows", "_starts")
 
@@ -22,10 +22,10 @@ class Names:
         self._known: dict[tuple[str, int, tuple[int, ...], tuple[int, ...]], str] = {}
 
     def of(self, memory: str, offset: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> str:
-        """The name of a byte of `memory` in a step that is given some values and makes others.
+        """Returns the name of a byte of `memory` in a step that reads and writes the given values.
 
-        Other values give it no name: what lies in the arena is another value before and after.  A value that the step makes names
-        its first byte alone: until it is made, its memory may hold something else, cut in another way.
+        Other values are ignored: at other times the arena contains other values.  A value that the step writes names only its first
+        byte: before it is written, its memory may contain a value with another layout.
         """
         key = (memory, offset, reads, writes)
         if key not in self._known:
@@ -33,7 +33,7 @@ class Names:
         return self._known[key]
 
     def value(self, index: int) -> str:
-        """`input ids`, `output logits`, or `v3` for a value that only steps know."""
+        """Returns `input ids`, `output logits`, or `v3` for a value that is internal to the program."""
         return self._roles.get(index, f"v{index}")
 
     def _weight(self, memory: str, offset: int) -> str:
@@ -59,16 +59,16 @@ class Names:
 
 
 def roles(entry: EntrySpec, program: Program) -> dict[int, str]:
-    """What the values of the call are: position -> `input x`, `output y`, or both."""
-    named: dict[int, str] = {}
+    """Returns the roles of the call's values: position -> `input x`, `output y`, or both."""
+    texts: dict[int, str] = {}
     for kind, positions, specs in (("input", program.inputs, entry.inputs), ("output", program.outputs, entry.outputs)):
         for position, spec in zip(positions, specs, strict=True):
-            named[position] = f"{named[position]}, {kind} {spec.name}" if position in named else f"{kind} {spec.name}"
-    return named
+            texts[position] = f"{texts[position]}, {kind} {spec.name}" if position in texts else f"{kind} {spec.name}"
+    return texts
 
 
 def _laid_out(weights: Iterable[Weight], memory: str) -> list[tuple[int, int, str]]:
-    """(first byte, byte behind the last, name) of the weights in `memory`, in its order; of tied ones the first."""
+    """Returns (first byte, end, name) of the weights in `memory`, by address; for tied weights the first name."""
     rows: dict[int, tuple[int, int, str]] = {}
     for weight in weights:
         if weight.memory == memory:

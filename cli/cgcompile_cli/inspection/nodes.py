@@ -1,11 +1,11 @@
-"""What the steps of a program do, a row per node, copy and host region.
+"""Describes the steps of a program, with a row for each node, copy and host region.
 
-A recording knows addresses and not what a kernel does there.  What follows all the same:
-- memory `weights` is only read, and so are inputs, of the call and of a step, that are none of `mutated_inputs`;
-- a memset writes, a memcpy reads its source and writes its target, copy and host steps say what they read and write;
-- what sets the condition of a branch or loop reads one byte;
-- a kernel that writes nothing does nothing: where all its addresses but one are only read, it writes that one.
-Of every other address it is only known that the kernel refers to it.
+A recording contains addresses, but not how a kernel uses them.  The uses follow from these rules:
+- memory `weights` is only read, and so are inputs of the call and of a step that are not in `mutated_inputs`;
+- a memset writes, a memcpy reads its source and writes its target, copy and host steps name their reads and writes;
+- a kernel that sets the condition of a branch or loop reads one byte;
+- every kernel writes something: if all its addresses but one are only read, it writes that one.
+For every other address it is only known that the kernel refers to it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ READS, WRITES, REFERS = "reads", "writes", "refers to"
 HOWS = (READS, WRITES, REFERS)
 
 CLUSTER = 4
-"""CUlaunchAttributeID of the cluster's dimensions, as cgbundle.validate.recordings lists it."""
+"""CUlaunchAttributeID of the cluster dimensions, as in cgbundle.validate.recordings."""
 
 PROGRAMMATIC = 1
 """Type of an edge whose target may start before its source has ended (programmatic dependent launch)."""
 
 
 class Reference(NamedTuple):
-    """A place that a node uses: `how` is one of HOWS; `bytes` from `offset` on where they are known, else 0."""
+    """An address that a node uses: `how` is one of HOWS; `bytes` is the length from `offset`, or 0 if unknown."""
 
     how: str
     memory: str
@@ -46,9 +46,9 @@ class NodeRow(NamedTuple):
     """A node of a recording, or a whole copy or host step.
 
     `kind` is kernel, memset, memcpy, empty, conditional, copy or host; `number` the node's position in its recording.  `what` is
-    the kernel's symbol, or in words what is done.  `after` are the numbers of the nodes that it waits for; `early` those of them
-    with programmatic edges.  `grid`, `block` and `cluster` are (x, y, z), () where there is none; `shared` are bytes of dynamic
-    shared memory.  `body` is that of a conditional node which it is in, -1 for none, inside `depth` of them; `bodies` are its own.
+    the kernel's symbol, or a description.  `after` are the nodes that it waits for; `early` those with programmatic edges. `grid`,
+    `block` and `cluster` are (x, y, z), or (); `shared` is the bytes of dynamic shared memory.  `body` is the body of a conditional
+    node that contains this node, or -1; `depth` the nesting depth; `bodies` are those of a conditional node.
     """
 
     step: int
@@ -68,7 +68,7 @@ class NodeRow(NamedTuple):
     bodies: tuple[int, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns a dict for JSON."""
         return self._asdict() | {"references": [reference._asdict() for reference in self.references]}
 
 
@@ -76,7 +76,7 @@ _BARE = NodeRow(0, 0, "empty", "(orders other nodes)", "", (), (), (), 0, (), ()
 
 
 def read_nodes(path: str, manifest: Manifest, entry: EntrySpec, program: Program) -> list[list[NodeRow]]:
-    """The nodes of every step of a program of `entry`, in an order in which they may run.  Raises file-damaged, table-invalid."""
+    """Returns the nodes of every step of a program of `entry`, in a valid order.  Raises file-damaged, table-invalid."""
     files = {file.path: file for file in manifest.files}
     images = file_names.kernel_images(manifest)
     names = Names(manifest, entry, program)
@@ -92,7 +92,7 @@ def read_nodes(path: str, manifest: Manifest, entry: EntrySpec, program: Program
 
 
 def graph_rows(table: Table, entry: EntrySpec, program: Program, index: int, names: Names) -> list[NodeRow]:
-    """The nodes of a graph step, as `launch_order` puts them, those of bodies behind the node that they belong to."""
+    """Returns the nodes of a graph step in `launch_order`; the nodes of bodies follow their conditional node."""
     step = program.steps[index]
     reader = _Reader(entry, program, step, names)
     after: dict[int, list[int]] = {}
@@ -101,21 +101,21 @@ def graph_rows(table: Table, entry: EntrySpec, program: Program, index: int, nam
         after.setdefault(target, []).append(source)
         if kind == PROGRAMMATIC:
             early.setdefault(target, []).append(source)
-    rows, seen = [], [0, 0, 0, 0, 0]
+    rows, counts = [], [0, 0, 0, 0, 0]
     for kind in table.kind:
-        rows.append(seen[kind])
-        seen[kind] += 1
+        rows.append(counts[kind])
+        counts[kind] += 1
     nodes = []
     for number, depth in _nested(table, rows):
-        done = _READ[table.kind[number]](table, rows[number], reader)
-        before, sooner = (tuple(sorted(edges.get(number, ()))) for edges in (after, early))
+        row = _READ[table.kind[number]](table, rows[number], reader)
+        sources, early_sources = (tuple(sorted(edges.get(number, ()))) for edges in (after, early))
         body = table.graph(number) - 1
-        nodes.append(done._replace(step=index, number=number, after=before, early=sooner, body=body, depth=depth))
+        nodes.append(row._replace(step=index, number=number, after=sources, early=early_sources, body=body, depth=depth))
     return nodes
 
 
 def _nested(table: Table, rows: list[int]) -> Iterator[tuple[int, int]]:
-    """(position, depth) of every node."""
+    """Yields (position, depth) of every node."""
     graphs: list[list[int]] = [[] for _ in table.spans()]
     for number in launch_order(table):
         graphs[table.graph(number)].append(number)
@@ -141,10 +141,10 @@ class _Reader(NamedTuple):
         return Reference(how, where, offset, length, self.names.of(where, offset, self.step.inputs, self.step.outputs))
 
     def only_read(self, memory: int, offset: int) -> bool:
-        """Whether no kernel of a sound bundle writes there."""
+        """Returns whether no kernel of a valid bundle writes there."""
         if MEMORIES[memory] != "inputs":
             return MEMORIES[memory] == "weights"
-        mutated = [self.program.inputs[place] for place in self.entry.mutated_inputs]
+        mutated = [self.program.inputs[position] for position in self.entry.mutated_inputs]
         covering = []
         for index in dict.fromkeys([*self.program.inputs, *self.step.inputs]):
             value = self.program.values[index]
@@ -161,9 +161,9 @@ def _kernel(table: Table, row: int, reader: _Reader) -> NodeRow:
     function = table.function[row]
     places = slice(*table.relocation_bounds[row : row + 2])
     addresses = list(dict.fromkeys(zip(table.relocation_memory[places], table.relocation_offset[places], strict=True)))
-    open_ones = [address for address in addresses if not reader.only_read(*address)]
-    how = WRITES if len(open_ones) == 1 else REFERS
-    references = tuple([reader.reference(how if address in open_ones else READS, *address) for address in addresses])
+    writable = [address for address in addresses if not reader.only_read(*address)]
+    how = WRITES if len(writable) == 1 else REFERS
+    references = tuple([reader.reference(how if address in writable else READS, *address) for address in addresses])
     if table.symbols[function] == SET_CONDITION:
         references = tuple([reader.reference(READS, *address, 1) for address in addresses])
     cluster: tuple[int, ...] = ()
@@ -218,7 +218,7 @@ _READ = (_empty, _kernel, _memset, _memcpy, _conditional)
 
 
 def _step_row(manifest: Manifest, program: Program, index: int, step: Step, names: Names) -> NodeRow:
-    """A copy or host step as one row; a value of the cpu target has no address."""
+    """Describes a copy or host step as one row; values of the cpu target have no address."""
     references = []
     for how, values in ((READS, step.inputs), (WRITES, step.outputs)):
         for number in values:

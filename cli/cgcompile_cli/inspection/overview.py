@@ -1,4 +1,4 @@
-"""`inspect` without an option: a bundle's manifest, field by field.  Pure."""
+"""`inspect` without an option: a bundle's manifest, field by field.  Pure functions."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 NAMED = 6
-"""Weights of a kind that are named before the rest is counted."""
+"""Maximum weights of a kind that are listed."""
 
-TELLING = {
+FROZEN_REASONS = {
     "folded": "folded, the code holds values that the build computed from it; for other ones build again",
     "baked": "Python read its value at {where} while the bundle was built; for other ones build again",
     "constant": "a constant of the model, which no state_dict holds",
     "state": "state, which calls change; `program.state` writes it",
 }
-"""Why a weight cannot be updated, in words."""
+"""Texts for the reasons why a weight cannot be updated."""
 
 
 def overview(path: str, manifest: Manifest) -> list[Field]:
-    """What `inspect` shows of a bundle: its manifest, field by field."""
-    origin, several = manifest.provenance, len(manifest.entries) > 1
+    """Returns the fields that `inspect` shows."""
+    origin, many = manifest.provenance, len(manifest.entries) > 1
     fields: list[Field] = [
         ("bundle", f"{manifest.name}, format {manifest.version}, {summary.bulk(manifest)}"),
         ("target", summary.target(manifest.target)),
@@ -41,7 +41,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         *([("world", summary.world(manifest))] if manifest.world else []),
     ]
     for entry in manifest.entries:
-        fields += [("entry", summary.entry_lines(manifest, entry))] if several else []
+        fields += [("entry", summary.entry_lines(manifest, entry))] if many else []
         fields += [
             ("signature", table(("", "", "", "", ""), summary.signature_rows(manifest, entry))),
             ("sizes", [summary.sizes(manifest, entry), *summary.axes(entry)]),
@@ -57,11 +57,11 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         ("regions", _regions(manifest)),
     ]
     for entry in manifest.entries:
-        of = f" {entry.name}" if several else ""
-        fields.append((f"programs{of}", program_rows.programs(entry)))
-        fields += program_rows.lowering_fields(entry, of)
+        suffix = f" {entry.name}" if many else ""
+        fields.append((f"programs{suffix}", program_rows.programs(entry)))
+        fields += program_rows.lowering_fields(entry, suffix)
         if rows := program_rows.self_test_rows(manifest, entry):
-            fields.append((f"self-test{of}", table(("", ">error", ">bound"), rows)))
+            fields.append((f"self-test{suffix}", table(("", ">error", ">bound"), rows)))
     findings = list(dict.fromkeys([finding for entry in manifest.entries for finding in entry.findings]))
     fields += [
         ("files", summary.files(manifest)),
@@ -78,19 +78,19 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
 
 
 def update(manifest: Manifest) -> list[str]:
-    """Which weights `program.update` replaces, and the others by the reason."""
+    """Lists the weights that `program.update` can replace, and the others by reason."""
     if manifest.world:
         return ["refused: each GPU has weights of its own; build the bundle again with other ones"]
     names, frozen = updatable(manifest)
     tables = [name for name in frozen if name.startswith(summary.TABLE)]
-    kept = {name: reason for name, reason in frozen.items() if name not in tables}
+    rest = {name: reason for name, reason in frozen.items() if name not in tables}
     places = {manifest.weights[row.weight].tensor: row.where for row in manifest.frozen}
     where = {row.name: places.get(row.tensor, "") for row in manifest.weights}
-    texts = {name: TELLING.get(reason, reason).format(where=where[name]) for name, reason in kept.items()}
+    texts = {name: FROZEN_REASONS.get(reason, reason).format(where=where[name]) for name, reason in rest.items()}
     reasons = {text: [name for name, reason in texts.items() if reason == text] for text in dict.fromkeys(texts.values())}
     return [
         f"{len(names)} of {count(len(manifest.weights) - len(tables), 'weight')}",
-        *[f"not {listed(group, NAMED)}: {text}" for text, group in sorted(reasons.items(), key=lambda row: kept[row[1][0]])],
+        *[f"not {listed(group, NAMED)}: {text}" for text, group in sorted(reasons.items(), key=lambda row: rest[row[1][0]])],
         *([f"{count(len(tables), 'table')} that the build computed: what was folded, or what kernels look up"] if tables else []),
     ]
 

@@ -1,4 +1,4 @@
-"""A row for every int_key of a bundle: its steps, its memory, its verification, its speed.  Pure."""
+"""Rows for every int_key of a bundle: steps, memory, verification, speed.  Pure functions."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 
 def steps(program: Program) -> str:
-    """`2 graph, 1 host`."""
+    """Counts the steps by kind: `2 graph, 1 host`."""
     kinds = Counter(step.kind for step in program.steps)
     return ", ".join([f"{number} {kind}" for kind, number in kinds.items()])
 
 
 def programs(entry: EntrySpec) -> Table:
-    """A row per int_key: its steps, its memory, its verification.  If there are many, the first and the last are shown."""
+    """Makes a row per int_key: steps, memory, verification.  Of many rows only the first and the last are shown."""
     names = " x ".join([dimension.name for dimension in entry.dimensions]) or "int_key"
     heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *distance_head(entry))
     rows = program_rows(entry)
-    if all(step.kind == "host" for program in entry.programs for step in program.steps):  # where there are no graphs
+    if all(step.kind == "host" for program in entry.programs for step in program.steps):  # no graphs
         heads, rows = _without_graphs(heads), [_without_graphs(row) for row in rows]
     shown, hidden = shortened(rows[:-1])
     return table(heads, [*shown, *([(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []), *rows[-1:]])
 
 
 def lowering_fields(entry: EntrySpec, of: str = "") -> list[Field]:
-    """The lowerings that were tried for the int_keys of an entry, in microseconds, and why others were skipped; [] without a
-    choice.  `of` follows the field's name."""
+    """Returns the times of the tried lowerings by int_key, in microseconds, and why others were skipped; [] if there was no choice.
+    `of`: a suffix of the field's name."""
     tried = [(program.key, program.lowerings) for program in entry.programs if program.lowerings]
     if not tried:
         return []
@@ -59,17 +59,17 @@ def _without_graphs(cells: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def distance_head(entry: EntrySpec) -> tuple[str, ...]:
-    """The title of the additional column of `program_rows`."""
+    """Returns the title of the additional column of `program_rows`."""
     return (">from recording",) if near_recording(entry) else ()
 
 
 def near_recording(entry: EntrySpec) -> bool:
-    """Whether replays are compared with a recording within a tolerance, so that the difference has a column."""
+    """Returns whether replays are compared with a recording within a tolerance; the difference then has a column."""
     return entry.self_test.expected == "recording" and entry.self_test.compare == "tolerance"
 
 
 def self_test_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str, str]]:
-    """(tensor, largest error against eager PyTorch, bound) of the tensors in the self-test, if there are several."""
+    """Returns (tensor, largest error against eager PyTorch, bound) of the tensors in the self-test, if there are several."""
     self_test = entry.self_test
     if len(self_test.bounds) < 2:
         return []
@@ -81,13 +81,13 @@ def self_test_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str,
 
 
 def bound_text(bound: float) -> str:
-    """`1.0e-04`; `equal` for 0."""
+    """Formats a bound: `1.0e-04`; `equal` for 0."""
     return f"{bound:.1e}" if bound else "equal"
 
 
 def program_rows(entry: EntrySpec) -> list[tuple[str, ...]]:
-    """(int_key, steps, arena, inputs, method of the proof, error, bound) of every program, and where it is `near_recording` the
-    distance of the replay from it.  Error and bound are of the tensor that came nearest to its bound."""
+    """Returns (int_key, steps, arena, inputs, method of the proof, error, bound) of every program, and the distance from the
+    recording if `near_recording`.  Error and bound are those of the tensor nearest to its bound."""
     rows: list[tuple[str, ...]] = []
     for program, proof in zip(entry.programs, entry.self_test.proofs, strict=True):
         bound = "same bits" if entry.self_test.compare == "bits" else bound_text(proof.tolerance)

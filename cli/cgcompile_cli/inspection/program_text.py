@@ -1,4 +1,4 @@
-"""One program as text: its steps, values and nodes, on the terminal, the page and in DOT.  Pure."""
+"""One program as text: steps, values and nodes, for the terminal, the page and DOT.  Pure functions."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from ..output import Field
 
 LONG = ("kernel", "memory")
-"""Columns that are cut where a terminal is narrow."""
+"""Columns that are truncated on a narrow terminal."""
 
 DOTS = "..."
 
 
 def axes(sizes: Sequence[int]) -> str:
-    """`128x4`: (x, y, z) without the ones at the end; "" for none."""
-    kept = list(sizes)
-    while len(kept) > 1 and kept[-1] == 1:
-        kept.pop()
-    return "x".join(map(str, kept))
+    """Formats (x, y, z) without trailing ones: `128x4`; "" for ()."""
+    trimmed = list(sizes)
+    while len(trimmed) > 1 and trimmed[-1] == 1:
+        trimmed.pop()
+    return "x".join(map(str, trimmed))
 
 
 def waits(node: NodeRow) -> str:
-    """`3, 5`: what the node waits for; `3 early` where it may start before node 3 has ended."""
+    """Formats the nodes that a node waits for: `3, 5`; `3 early` if it may start before node 3 has ended."""
     return ", ".join([f"{number} early" if number in node.early else str(number) for number in node.after])
 
 
 def memory(node: NodeRow) -> str:
-    """`reads token.weight, input ids; writes arena+0`."""
+    """Formats the memory uses of a node: `reads token.weight, input ids; writes arena+0`."""
     parts = []
     for how in HOWS:
         names = [reference.name for reference in node.references if reference.how == how]
@@ -47,22 +47,22 @@ def memory(node: NodeRow) -> str:
 
 
 def is_chain(nodes: Sequence[NodeRow]) -> bool:
-    """Whether every node waits for just the one before it."""
-    before = [(), *[(node.number,) for node in nodes[:-1]]]
-    return all(node.after == previous and not node.early for node, previous in zip(nodes, before, strict=True))
+    """Returns whether every node waits only for the previous node."""
+    expected = [(), *[(node.number,) for node in nodes[:-1]]]
+    return all(node.after == previous and not node.early for node, previous in zip(nodes, expected, strict=True))
 
 
 def heading(manifest: Manifest, program: Program, index: int, nodes: Sequence[NodeRow]) -> list[str]:
-    """`step 0, graph model: 22 nodes, each behind the one before (graphs/model-4.bin)`, and what a name in parentheses means."""
+    """Returns `step 0, graph model: 22 nodes, each behind the one before (graphs/model-4.bin)`, and what parentheses mean."""
     step = program.steps[index]
-    how = ", each behind the one before" if is_chain(nodes) and len(nodes) > 1 else ""
-    lines = [f"step {index}, graph {manifest.regions[step.region].name}: {count(len(nodes), 'node')}{how} ({step.file})"]
-    valued = any(reference.name.endswith(")") for node in nodes for reference in node.references)
-    return [*lines, *(["(in parentheses: what lies at a place when the step begins or ends)"] if valued else [])]
+    order = ", each behind the one before" if is_chain(nodes) and len(nodes) > 1 else ""
+    lines = [f"step {index}, graph {manifest.regions[step.region].name}: {count(len(nodes), 'node')}{order} ({step.file})"]
+    has_values = any(reference.name.endswith(")") for node in nodes for reference in node.references)
+    return [*lines, *(["(in parentheses: what lies at a place when the step begins or ends)"] if has_values else [])]
 
 
 def node_columns(nodes: Sequence[NodeRow]) -> list[tuple[str, list[str]]]:
-    """(head, cells) of the list of nodes; what is empty for all of them is left out."""
+    """Returns (head, cells) of the list of nodes, without empty columns."""
     columns: list[tuple[str, Iterable[str]]] = [
         ("#", [str(node.number) for node in nodes]),
         ("after", map(waits, nodes) if not is_chain(nodes) else ()),
@@ -79,8 +79,8 @@ def node_columns(nodes: Sequence[NodeRow]) -> list[tuple[str, list[str]]]:
 
 
 def fitted(columns: list[tuple[str, list[str]]], width: int) -> list[tuple[str, list[str]]]:
-    """The columns in lines of `width` characters: of kernels the middle is left out, since two differ at the end; of memory the
-    end."""
+    """Truncates the columns to lines of `width` characters: kernel names in the middle, because they often differ at the end;
+    memory at the end."""
     spent = sum(max(map(len, [head, *cells])) + 2 for head, cells in columns if head not in LONG)
     longest = {head: max(map(len, cells)) for head, cells in columns if head in LONG}
     space = max(width - spent - 2, 40)
@@ -98,7 +98,7 @@ def _cut(cell: str, head: str, space: int) -> str:
 
 
 def node_table(columns: list[tuple[str, list[str]]]) -> Table:
-    """A line per node."""
+    """Makes a line per node."""
     from rich.table import Table
 
     rich_table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
@@ -113,7 +113,7 @@ def node_table(columns: list[tuple[str, list[str]]]) -> Table:
 
 
 def program_fields(manifest: Manifest, entry: EntrySpec, program: Program) -> list[Field]:
-    """The int_key, memory, steps and values of one program."""
+    """Returns int_key, memory, steps and values of one program."""
     return [
         ("int_key", name_key(entry, program.key)),
         ("memory", f"arena {size(program.arena)}, inputs {size(program.static)}"),
@@ -135,8 +135,8 @@ def _steps(manifest: Manifest, program: Program) -> list[tuple[Any, ...]]:
 
 
 def _values(entry: EntrySpec, program: Program) -> list[tuple[Any, ...]]:
-    named = roles(entry, program)
+    role_names = roles(entry, program)
     return [
-        (f"v{index}", value.dtype, list(value.shape), list(value.strides), value.memory, value.offset, named.get(index, ""))
+        (f"v{index}", value.dtype, list(value.shape), list(value.strides), value.memory, value.offset, role_names.get(index, ""))
         for index, value in enumerate(program.values)
     ]

@@ -1,1 +1,1 @@
-"""`inspect --html`: one self-contained page about a bundle, with its style sheet and its script."""
+"""`inspect --html`: one self-contained page about a bundle, with style sheet and script."""

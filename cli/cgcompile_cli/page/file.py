@@ -1,4 +1,4 @@
-"""Where `inspect --html` writes: a new file, or over an earlier report."""
+"""Writes the page of `inspect --html` to a new file, or over an earlier report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .page import OPENING
 
 
 def check_place(file: str, bundle: str) -> None:
-    """Raises UsageError where the page cannot go: a directory, a missing folder, the bundle itself, or a file that is no report."""
+    """Raises UsageError if `file` is a directory, its folder is missing, it lies in the bundle, or it exists and is no report."""
     folder = os.path.dirname(file) or "."
     if not file:
         raise UsageError("--html: expected the name of a file", "name one, or - for stdout")
@@ -22,37 +22,37 @@ def check_place(file: str, bundle: str) -> None:
     if os.path.commonpath([root, os.path.realpath(folder)]) == root:
         raise UsageError(f"{file}: inside the bundle, which must not hold other files", "name a file elsewhere")
     if os.path.isfile(file):
-        with open(file, "rb") as known:
-            begin = known.read(len(OPENING))
+        with open(file, "rb") as report:
+            begin = report.read(len(OPENING))
         if begin and begin != OPENING.encode():
             raise UsageError(f"{file}: exists, and is not a report of cgcompile", "name another file, or remove that one first")
 
 
 def write(file: str, page: str) -> int:
-    """Writes the page beside its place and renames it there: a reader never sees half of it.  Returns its bytes."""
+    """Writes the page to a temporary file and renames it, so that the write is atomic.  Returns its bytes."""
     data = page.encode()
-    if os.path.lexists(file) and not os.path.isfile(file):  # a pipe or a device: nothing to replace
+    if os.path.lexists(file) and not os.path.isfile(file):  # a pipe or a device
         with open(file, "wb") as stream:
             stream.write(data)
         return len(data)
     place = os.path.realpath(file)
     try:
-        handle, beside = tempfile.mkstemp(dir=os.path.dirname(place), prefix=".inspect-", suffix=".html")
+        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(place), prefix=".inspect-", suffix=".html")
     except OSError as error:
-        raise OSError(error.errno, error.strerror, file) from None  # the name that the user knows
+        raise OSError(error.errno, error.strerror, file) from None  # the name from the user
     try:
         with os.fdopen(handle, "wb") as output:
             output.write(data)
-        os.chmod(beside, _mode(place))
-        os.replace(beside, place)
+        os.chmod(temporary, _mode(place))
+        os.replace(temporary, place)
     except BaseException:
-        os.unlink(beside)
+        os.unlink(temporary)
         raise
     return len(data)
 
 
 def _mode(place: str) -> int:
-    """The permissions of the file that is replaced, or those that a new file gets."""
+    """Returns the permissions of the replaced file, or those of a new file."""
     if os.path.exists(place):
         return os.stat(place).st_mode & 0o777
     mask = os.umask(0)

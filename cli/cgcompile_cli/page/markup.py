@@ -1,4 +1,4 @@
-"""HTML by construction: whatever text goes in comes out as text.  Pure."""
+"""Builds HTML; all text is escaped.  Pure functions."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from html import escape
 from ..output import safe
 
 VOID = frozenset({"meta", "input"})
-"""Elements of HTML without content or end."""
+"""HTML elements without content and end tag."""
 
 CLOSED = frozenset({"path"})
-"""Elements of SVG that are closed at once."""
+"""SVG elements that are self-closing."""
 
 
 class Html(str):
-    """Text that is markup already."""
+    """A string that is already markup."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Html:
-    """`value` as text, also inside a quoted attribute: nothing in it is markup, and what is not printable is escaped."""
+    """Escapes `value` for text and quoted attributes.  Unprintable characters are escaped, too."""
     return value if isinstance(value, Html) else Html(escape(safe(value), quote=True))
 
 
-def joined(parts: Iterable[object], between: str = "") -> Html:
-    """The parts one after the other; those that are no Html are text."""
-    return Html(between.join([text(part) for part in parts]))
+def joined(parts: Iterable[object], separator: str = "") -> Html:
+    """Joins the parts; those that are not Html are escaped."""
+    return Html(separator.join([text(part) for part in parts]))
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """An element.  An attribute `class_` is called class; `_` in a name stands for `-`.
-    None and False leave an attribute out; True is one without a value."""
+    """Makes an element.  An attribute `class_` becomes class, and `_` in a name becomes `-`.  None and False omit an attribute;
+    True gives one without a value."""
     words = [name]
     for key, value in attributes.items():
         spelled = key.rstrip("_").replace("_", "-")

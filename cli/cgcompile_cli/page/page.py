@@ -1,7 +1,7 @@
-"""`inspect --html`: everything about a bundle as one page that needs nothing else.
+"""`inspect --html`: a self-contained page about a bundle.
 
-Every name that a bundle brings passes `markup.text`.  The page's own policy lets no script and no style run but the two whose
-hashes it holds.  So a bundle cannot drive the page.
+Every name from a bundle passes through `markup.text`.  The page's content security policy allows only its own style and script, by
+hash.  So a bundle cannot run code in the page.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from cgbundle.format.schema import EntrySpec, Finding, Manifest
 
 GENERATOR = "cgcompile inspect"
-"""What the page says that it was made by: `page.file` replaces no other file."""
+"""The generator in the page's header: `page.file` replaces no other files."""
 
 OPENING = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="{GENERATOR}">\n'
 
 WEIGHTS = 400
-"""Rows of the list of weights, the largest first: the rest is counted."""
+"""Maximum rows of the list of weights, which begins with the largest."""
 
 
 def page(path: str, manifest: Manifest) -> str:
-    """The page of the bundle at `path`.  Raises file-damaged, table-invalid."""
+    """Returns the page of the bundle at `path`.  Raises file-damaged, table-invalid."""
     steps = [[read_nodes(path, manifest, entry, program) for program in entry.programs] for entry in manifest.entries]
     rows = kernels(path, manifest)
     sections: list[tuple[str, str, Iterable[object]]] = [
@@ -59,7 +59,7 @@ def page(path: str, manifest: Manifest) -> str:
     ]
     nav = tag("nav", *[tag("a", title, href=f"#{name}") for name, title, _ in sections], aria_label="Sections")
     body = [tag("section", tag("h2", title), *parts, id=name) for name, title, parts in sections]
-    style, script = _beside("page.css"), _beside("page.js")
+    style, script = _resource("page.css"), _resource("page.js")
     head = [
         tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -74,9 +74,9 @@ def page(path: str, manifest: Manifest) -> str:
 def _entry(
     path: str, manifest: Manifest, entry: EntrySpec, steps: Sequence[Sequence[Sequence[NodeRow]]]
 ) -> list[tuple[str, str, Iterable[object]]]:
-    """The sections about an entry: (id, title, parts).  Where there are several entries, its name stands in ids and titles."""
+    """Returns the sections of an entry: (id, title, parts).  If there are several entries, ids and titles contain its name."""
     maps = [places(manifest, entry, program, order(nodes)) for program, nodes in zip(entry.programs, steps, strict=True)]
-    suffix, of = (f"-{entry.name}", f" of {entry.name}") if len(manifest.entries) > 1 else ("", "")
+    suffix, title_suffix = (f"-{entry.name}", f" of {entry.name}") if len(manifest.entries) > 1 else ("", "")
     sections: list[tuple[str, str, Iterable[object]]] = [
         ("signature", "Signature", _signature(path, manifest, entry)),
         ("regions", "Regions", pageparts.chains(manifest, entry, steps)),
@@ -86,17 +86,17 @@ def _entry(
     ]
     if any(step.kind == "graph" for program in entry.programs for step in program.steps):
         sections.append(("nodes", "Nodes", pageparts.nodes(manifest, entry, steps)))
-    return [(f"{name}{suffix}", f"{title}{of}", parts) for name, title, parts in sections]
+    return [(f"{name}{suffix}", f"{title}{title_suffix}", parts) for name, title, parts in sections]
 
 
-def _beside(name: str) -> str:
-    """The text of a file that stands beside this module."""
+def _resource(name: str) -> str:
+    """Returns the text of a file in this folder."""
     with open(os.path.join(os.path.dirname(__file__), name), encoding="utf-8") as file:
         return file.read()
 
 
 def _policy(style: str, script: str) -> str:
-    """No source of anything but the page's own style and script, by their SHA-256."""
+    """Returns the policy: only the page's own style and script, by SHA-256."""
     sums = [base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in (style, script)]
     return f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'sha256-{sums[0]}'; script-src 'sha256-{sums[1]}'"
 
@@ -196,7 +196,7 @@ def _provenance(path: str, manifest: Manifest) -> Iterator[Html]:
 
 
 def _footer(manifest: Manifest) -> Html:
-    several = len(manifest.entries) > 1
-    keys = [(f"{entry.name}:" if several else "", program.key) for entry in manifest.entries for program in entry.programs]
+    many = len(manifest.entries) > 1
+    keys = [(f"{entry.name}:" if many else "", program.key) for entry in manifest.entries for program in entry.programs]
     names = listed([prefix + spell(key) for prefix, key in keys])
     return tag("footer", f"int_keys {names}. Written by {GENERATOR}; the page loads nothing and sends nothing.")

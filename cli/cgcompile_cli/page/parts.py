@@ -1,4 +1,4 @@
-"""The parts of the page that are more than a list: the chain of regions, the nodes, the maps of memory.  Pure."""
+"""The complex parts of the page: the chain of regions, the nodes, the maps of memory.  Pure functions."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 CLASSES = {READS: "r", WRITES: "w", REFERS: "x"}
 
 LISTED = 4000
-"""Nodes that the page lists: those of the first and the last int_key always, of the others as long as they fit.  A node takes some
-600 bytes of the page."""
+"""Maximum nodes in the page.  Those of the first and the last int_key are always listed, others while they fit.  A node takes about
+600 bytes."""
 
 MOST_LANES = 12
-"""Lanes that are drawn: beyond these the column "after" says the same."""
+"""Maximum lanes that are drawn; with more, only the column "after" shows the edges."""
 
 LANE = 12
-"""Width of a lane; the height of a row is what its text needs."""
+"""Width of a lane; the height of a row follows from its text."""
 
 Steps = Sequence[Sequence[NodeRow]]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], class_: str | None = None) -> Html:
-    """A table; a head that begins with ">" is that of numbers.  Every cell carries its head: a narrow screen has no columns."""
+    """Makes a table; a head with ">" is right-aligned.  Every cell contains its head, for screens too narrow for columns."""
     columns = [(head.strip(">"), "n" if head.startswith(">") else None) for head in heads]
     first = tag("thead", tag("tr", *[tag("th", head, class_=side) for head, side in columns]))
     lines = [
@@ -51,8 +51,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], class_: str | 
 
 
 def chains(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Iterator[Html]:
-    """The steps as boxes with arrows between them: once for all int_keys that do the same."""
-    fitting = _that_fit(steps)
+    """Yields the steps as boxes with arrows, once for all int_keys with the same steps."""
+    linked_programs = _listed_programs(steps)
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, program in enumerate(entry.programs):
         groups.setdefault(tuple([step.kind for step in program.steps]), []).append(index)
@@ -61,8 +61,8 @@ def chains(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Iter
         if len(groups) > 1:
             yield tag("h3", "int_keys " + listed([spell(entry.programs[member].key) for member in members]))
         boxes = [
-            _box(manifest, entry, last, place, [steps[member][place] for member in members], linked=last in fitting)
-            for place in range(len(steps[last]))
+            _box(manifest, entry, last, position, [steps[member][position] for member in members], linked=last in linked_programs)
+            for position in range(len(steps[last]))
         ]
         yield tag("ol", *boxes, class_="chain")
         if len(members) > 1:
@@ -70,42 +70,42 @@ def chains(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Iter
 
 
 def _box(manifest: Manifest, entry: EntrySpec, index: int, place: int, nodes: Sequence[Sequence[NodeRow]], linked: bool) -> Html:
-    """A step: its kind and region, how many nodes it has over the int_keys, what goes in and comes out, why it is on the host."""
+    """Makes the box of a step: kind, region, numbers of nodes, inputs and outputs, and the reason of a host region."""
     program = entry.programs[index]
     step = program.steps[place]
-    about: list[object] = []
+    lines: list[object] = []
     if step.kind == "graph":
         numbers = sorted({len(node) for node in nodes})
-        many = count(numbers[0], "node") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} nodes"
-        about.append(tag("span", tag("a", many, href=f"#{_anchor(entry, index, place)}") if linked else many))
+        node_text = count(numbers[0], "node") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} nodes"
+        lines.append(tag("span", tag("a", node_text, href=f"#{_anchor(entry, index, place)}") if linked else node_text))
     sides = (("in", step.inputs, program.inputs, entry.inputs), ("out", step.outputs, program.outputs, entry.outputs))
     for side, values, call_values, specs in sides:
         if values:
             called = {value: spec.name for value, spec in zip(call_values, specs, strict=True)}
             names = listed([called.get(value, f"v{value}") for value in values], 3)
             total = size(sum(span(program.values[value]) for value in values))
-            about += [tag("small", f"{side}: {names}, {total}"), Html("<br>")]
+            lines += [tag("small", f"{side}: {names}, {total}"), Html("<br>")]
     if step.kind == "host":
-        about.append(tag("small", manifest.regions[step.region].reason))
+        lines.append(tag("small", manifest.regions[step.region].reason))
     title = f"{step.kind} {manifest.regions[step.region].name}" if step.kind != "copy" else "copy"
-    return tag("li", tag("b", title), *about, class_=step.kind)
+    return tag("li", tag("b", title), *lines, class_=step.kind)
 
 
 # --- nodes --------------------------------------------------------------------------------------------------------
 
 
 def _anchor(entry: EntrySpec, program: int, step: int) -> str:
-    """Where the nodes of a step are on the page."""
+    """Returns the id of a step's nodes in the page."""
     prefix = "" if entry.name == FORWARD else f"{entry.name}-"
     return f"nodes-{prefix}{program}-{step}"
 
 
 def nodes(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Iterator[Html]:
-    """The nodes of every graph step of every int_key: a list that can be narrowed by typing or by a click on a name."""
+    """Yields the nodes of every graph step of every int_key: a list that can be filtered by typing or by clicking a name."""
     hows = [tag("span", how, class_=CLASSES[how]) for how in HOWS]
     about = "reads, writes, or both; a recording does not say which. In parentheses stands what lies at a place"
     yield tag("p", "In an order in which they run. ", joined(hows, ", "), f": {about} when the step begins or ends.", class_="soft")
-    listed = _that_fit(steps)
+    listed = _listed_programs(steps)
     opened = False
     for index, program in enumerate(entry.programs):
         for place, step in enumerate(program.steps):
@@ -117,15 +117,15 @@ def nodes(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Itera
         yield tag("p", f"Left out to keep the page small: {hidden}. ", tag("code", "--graph KEY"), " lists them.", class_="soft")
 
 
-def _that_fit(steps: Sequence[Steps]) -> set[int]:
-    """The programs whose nodes are listed."""
-    fitting: set[int] = set()
+def _listed_programs(steps: Sequence[Steps]) -> set[int]:
+    """Returns the programs whose nodes are listed."""
+    selected: set[int] = set()
     spent = 0
     for index in dict.fromkeys([0, len(steps) - 1, *range(len(steps))]):
         spent += sum(map(len, steps[index]))
-        if len(fitting) < 2 or spent <= LISTED:
-            fitting.add(index)
-    return fitting
+        if len(selected) < 2 or spent <= LISTED:
+            selected.add(index)
+    return selected
 
 
 def _list(manifest: Manifest, entry: EntrySpec, index: int, place: int, node_rows: Sequence[NodeRow], opened: bool) -> Html:
@@ -152,14 +152,14 @@ def _list(manifest: Manifest, entry: EntrySpec, index: int, place: int, node_row
 
 
 def _lanes(row: LaneRow, width: int) -> Html:
-    """A row of lanes; a line of no length with round ends is a dot, however tall the row is."""
+    """Draws a row of lanes.  A line of length 0 with round ends is a dot, independent of the row's height."""
     middle = [LANE // 2 + LANE * lane for lane in range(width)]
     center = middle[row.lane]
     drawn = [f"M{middle[lane]} 0V20" for lane in row.passing]
     drawn += [f"M{middle[lane]} 0C{middle[lane]} 8 {center} 2 {center} 10" for lane in row.arriving]
     drawn += [f"M{center} 10V20"] if row.leaving else []
-    stiff = {"vector_effect": "non-scaling-stroke"}
-    parts = [tag("path", d="".join(drawn), **stiff) if drawn else "", tag("path", class_="o", d=f"M{center} 10h0", **stiff)]
+    stroke = {"vector_effect": "non-scaling-stroke"}
+    parts = [tag("path", d="".join(drawn), **stroke) if drawn else "", tag("path", class_="o", d=f"M{center} 10h0", **stroke)]
     return tag("svg", *parts, width=LANE * width, viewBox=f"0 0 {LANE * width} 20", preserveAspectRatio="none", aria_hidden="true")
 
 
@@ -180,11 +180,11 @@ def _row(node: NodeRow, lane: Html, chain: bool) -> Html:
 
 
 def kernel_rows(rows: Sequence[KernelLaunches]) -> Iterator[Html]:
-    """The kernels, those launched most first."""
-    known = any(row.configuration or row.chosen for row in rows)
-    heads = (">launches", ">image", "kernel", *(("configuration", "chosen by") if known else ()), "SHA-256")
+    """Yields the kernels, the most launched first."""
+    configured = any(row.configuration or row.chosen for row in rows)
+    heads = (">launches", ">image", "kernel", *(("configuration", "chosen by") if configured else ()), "SHA-256")
     lines = [
-        (row.launches, size(row.image_bytes), tag("code", row.symbol), *((row.configuration, row.chosen) if known else ()),
+        (row.launches, size(row.image_bytes), tag("code", row.symbol), *((row.configuration, row.chosen) if configured else ()),
          row.image[:12])
         for row in rows
     ]  # fmt: skip
@@ -196,7 +196,7 @@ def kernel_rows(rows: Sequence[KernelLaunches]) -> Iterator[Html]:
 
 
 def memory(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps], maps: Sequence[Sequence[Place]]) -> Iterator[Html]:
-    """Bytes of every memory, a bar per int_key, and per int_key what uses which place when."""
+    """Yields the bytes of every memory, a bar per int_key, and the uses of every place by int_key."""
     memories = [(name, number) for name, number in manifest.memories if number]
     largest = max([number for _, number in memories], default=0)
     yield table(("memory", ">bytes", ""), [(name, size(n), _bar([("a", n)], largest)) for name, n in memories], "bars")
@@ -206,9 +206,9 @@ def memory(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps], maps: S
         )
         return
     if len(entry.programs) > 1:
-        whole = max([program.arena + program.static for program in entry.programs])
+        most = max([program.arena + program.static for program in entry.programs])
         bars = [
-            (spell(p.key), size(p.arena), size(p.static), _bar([("a", p.arena), ("i", p.static)], whole)) for p in entry.programs
+            (spell(p.key), size(p.arena), size(p.static), _bar([("a", p.arena), ("i", p.static)], most)) for p in entry.programs
         ]
         yield tag("h3", "Arena and inputs of every int_key")
         yield tag("p", "All int_keys share one arena, the largest.", class_="soft")
@@ -242,13 +242,13 @@ def _svg(width: int, *parts: object) -> Html:
 
 
 def _path(cells: Iterable[tuple[int, int]], class_: str, top: int = 0, height: int = 8) -> Html:
-    """Boxes (from, to) as one path; "" for none."""
+    """Draws boxes (from, to) as one path; "" for none."""
     drawn = "".join([f"M{begin} {top}h{end - begin}v{height}H{begin}z" for begin, end in cells])
     return tag("path", d=drawn, class_=class_) if drawn else Html("")
 
 
 def _runs(positions: Iterable[int]) -> list[tuple[int, int]]:
-    """The positions as (first, behind the last) of each run without a gap."""
+    """Returns (first, end) of each run of consecutive positions."""
     runs: list[tuple[int, int]] = []
     for position in sorted(positions):
         if runs and runs[-1][1] == position:
@@ -273,11 +273,11 @@ def _timeline(program: Program, node_rows: Sequence[NodeRow]) -> Html:
     return _svg(len(node_rows), *[_path(_runs(positions), kind) for kind, positions in kinds.items()])
 
 
-def _bar(parts: Sequence[tuple[str, int]], whole: int) -> Html:
-    """Parts of `whole` one behind the other, in thousandths."""
-    boxes, at = [], 0
+def _bar(parts: Sequence[tuple[str, int]], total: int) -> Html:
+    """Draws consecutive parts of `total`, in thousandths."""
+    boxes, begin = [], 0
     for class_, number in parts:
-        end = at + (max(2, number * 1000 // whole) if number and whole else 0)
-        boxes.append(_path([(at, end)], class_) if end > at else "")
-        at = end
+        end = begin + (max(2, number * 1000 // total) if number and total else 0)
+        boxes.append(_path([(begin, end)], class_) if end > begin else "")
+        begin = end
     return _svg(1000, *boxes)

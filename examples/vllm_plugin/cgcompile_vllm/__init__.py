@@ -1,8 +1,8 @@
-"""A plugin of vLLM: an engine starts with the CUDA graphs that an earlier start captured.
+"""A plugin for vLLM: an engine starts with the CUDA graphs that an earlier start captured.
 
     CGCOMPILE_GRAPHS=FOLDER vllm serve MODEL
 
-The first two starts capture as ever, and save.  Later ones attach.  Without CGCOMPILE_GRAPHS the plugin does nothing.
+The first two starts capture as usual, and save.  Later starts attach.  Without CGCOMPILE_GRAPHS the plugin does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOLDER = "CGCOMPILE_GRAPHS"
 GRAPHS = "graphs.cgb"
 
 VERSION = "0.24."
-"""How the versions of vLLM begin whose attributes are known here."""
+"""Prefix of the versions of vLLM whose attributes the plugin supports."""
 
 WORKER = "cgcompile_vllm.worker.GraphWorker"
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.cgcompile")
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, before it reads its configuration."""
+    """vLLM calls it in each of its processes, before it reads its configuration."""
     if not os.environ.get(FOLDER):
         return
     import vllm
@@ -45,7 +45,7 @@ def register() -> None:
     stock = platform.check_and_update_config
 
     def check_and_update_config(vllm_config: Any) -> None:
-        """Names our worker where the user left the choice to vLLM."""
+        """Selects our worker if the user left the choice to vLLM."""
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = WORKER
         stock(vllm_config)

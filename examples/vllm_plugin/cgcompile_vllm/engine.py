@@ -1,4 +1,4 @@
-"""What vLLM's engine knows about its graphs: the tensors that they read and write, the graphs by key, and where they belong."""
+"""Finds the graphs of vLLM's engine: the tensors that they use, the graphs by key, and where vLLM stores them."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ DTYPES = {
 
 
 class KeptGraph(torch.cuda.CUDAGraph):
-    """A graph whose nodes torch keeps, and whose cuBLAS workspace lies in the graphs' own memory.
+    """A graph whose nodes torch keeps, and whose cuBLAS workspace is in the graphs' own memory.
 
-    A workspace that an earlier call left would lie in memory that no tensor names.  torch's own graph trees clear it too.
+    A workspace of an earlier call would be in memory that no named tensor covers.  torch's graph trees clear it, too.
     """
 
     def __init__(self) -> None:
-        """vLLM asks for no graph that is kept."""
+        """Sets keep_graph, which vLLM does not set."""
         super().__init__(True)
 
     def capture_begin(self, *args: Any, **options: Any) -> None:
-        """As torch's."""
+        """Clears cuBLAS's workspaces first."""
         torch._C._cuda_clearCublasWorkspaces()
         super().capture_begin(*args, **options)
 
     def capture_end(self) -> None:
-        """As torch's."""
+        """Clears cuBLAS's workspaces afterwards."""
         super().capture_end()
         torch._C._cuda_clearCublasWorkspaces()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A graph of a part of the model.  `kind`: what the part returns, "tensor", "list" or "tuple", of `values`: names of tensors,
-    or other values themselves."""
+    """A graph of a part of the model.  `kind`: the type that the part returns, "tensor", "list" or "tuple"; `values`: names of its
+    tensors, or other values."""
 
     index: int
     tokens: int
@@ -59,13 +59,13 @@ class Piece:
 
 
 def full_key(descriptor: Any) -> Key:
-    """The key of a graph of the whole model."""
+    """Returns the key of a graph of the whole model."""
     return ("full", descriptor.num_tokens, descriptor.num_reqs or 0, descriptor.uniform_token_count or 0)
 
 
 def engine_tensors(runner: Any) -> dict[str, torch.Tensor]:
-    """Every dense tensor on the GPU that a model runner holds, by the path of attributes that leads to it.  Of two paths to an
-    object the shorter one counts: attributes that only some starts have are further down."""
+    """Returns every dense GPU tensor of a model runner by its attribute path.  If an object has two paths, the shorter one is used:
+    attributes that only some starts have are nested deeper."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     waiting: deque[tuple[str, Any]] = deque([("runner", runner)])
@@ -76,14 +76,14 @@ def engine_tensors(runner: Any) -> dict[str, torch.Tensor]:
                 tensors[name] = value.detach()
         elif id(value) not in seen and not isinstance(value, (torch.fx.GraphModule, CUDAGraphWrapper)):
             seen.add(id(value))
-            waiting += [(f"{name}.{part}", held) for part, held in _parts(value)]
+            waiting += [(f"{name}.{part}", child) for part, child in _parts(value)]
     return tensors
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What an object holds.  Only vLLM's own objects, modules and plain containers are looked into."""
+    """Returns the children of an object.  Only vLLM's objects, modules and plain containers are searched."""
     if isinstance(value, dict):
-        return [(key, held) for key, held in value.items() if isinstance(key, (str, int))]
+        return [(key, child) for key, child in value.items() if isinstance(key, (str, int))]
     if isinstance(value, (list, tuple)):
         return enumerate(value)
     if isinstance(value, nn.Module) or type(value).__module__.startswith("vllm."):
@@ -92,8 +92,8 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def write_inputs(runner: Any, key: Key) -> None:
-    """Inputs for a replay, as a step of the engine would write them: of every token another one, which is written to a place of its
-    own in the KV cache.  A capture leaves inputs that write none, and the attention's schedule of the last graph alone."""
+    """Writes inputs for a replay, like a step of the engine: all tokens differ, and each has its own place in the KV cache.  A
+    capture leaves inputs that write nothing to the cache, and only the last graph's attention schedule."""
     kind, tokens = key[0], int(key[1])
     if kind == "full":
         prepare_inputs_to_capture(
@@ -106,7 +106,7 @@ def write_inputs(runner: Any, key: Key) -> None:
 
 
 def wrappers() -> dict[int, CUDAGraphWrapper]:
-    """The parts of the compiled model by index.  Raises ValueError where more than one model is compiled."""
+    """Returns the parts of the compiled model by index.  Raises ValueError if several models are compiled."""
     parts: dict[int, CUDAGraphWrapper] = {}
     for wrapper in CUDAGraphWrapper._all_instances:
         index = wrapper.runnable.piecewise_compile_index
@@ -117,9 +117,9 @@ def wrappers() -> dict[int, CUDAGraphWrapper]:
 
 
 def captured_pieces(parts: Mapping[int, CUDAGraphWrapper]) -> tuple[list[Piece], dict[Key, Any], dict[str, torch.Tensor]]:
-    """The graphs of the parts, in the order in which a forward pass replays them; by key, and the tensors that they return.
+    """Returns the graphs of the parts in the replay order of a forward pass, the graphs by key, and the tensors that they return.
 
-    Tensors are named by their place in what a part returns: which of them share memory differs from process to process.
+    Tensors are named by their place in a part's result, because shared memory differs from process to process.
     """
     pieces: list[Piece] = []
     graphs: dict[Key, Any] = {}
@@ -127,9 +127,9 @@ def captured_pieces(parts: Mapping[int, CUDAGraphWrapper]) -> tuple[list[Piece],
     rows = [(entry.batch_descriptor.num_tokens, index, entry) for index, entry in _entries(parts)]
     for tokens, index, entry in sorted(rows, key=lambda row: (-row[0], row[1])):
         output = entry.output
-        kind, held = (type(output).__name__, output) if isinstance(output, (list, tuple)) else ("tensor", [output])
+        kind, values_of_part = (type(output).__name__, output) if isinstance(output, (list, tuple)) else ("tensor", [output])
         values: list[tuple[str, Any]] = []
-        for position, value in enumerate(held):
+        for position, value in enumerate(values_of_part):
             name = f"piece.{tokens}.{index}.{position}"
             if isinstance(value, torch.Tensor):
                 tensors[name] = value
@@ -151,13 +151,13 @@ def _entries(parts: Mapping[int, CUDAGraphWrapper]) -> Iterator[tuple[int, CUDAG
 def give_pieces(
     pieces: Iterable[Piece], parts: Mapping[int, CUDAGraphWrapper], graphs: Mapping[Any, Any], tensors: Mapping[str, Any]
 ) -> None:
-    """Puts attached graphs where captured ones would be: all of them, or none where one is missing.  Raises KeyError."""
+    """Stores attached graphs where vLLM stores captured ones: all of them, or none if one is missing.  Raises KeyError."""
     entries = []
     for piece in pieces:
-        values = [tensors[value] if what == "name" else value for what, value in piece.values]
+        values = [tensors[value] if kind == "name" else value for kind, value in piece.values]
         output = values[0] if piece.kind == "tensor" else tuple(values) if piece.kind == "tuple" else values
         descriptor = BatchDescriptor(num_tokens=piece.tokens)
         entry = CUDAGraphEntry(batch_descriptor=descriptor, cudagraph=graphs[piece.key], output=output)
         entries.append((parts[piece.index].concrete_cudagraph_entries, entry))
-    for held, entry in entries:
-        held[entry.batch_descriptor] = entry
+    for entries_of_part, entry in entries:
+        entries_of_part[entry.batch_descriptor] = entry

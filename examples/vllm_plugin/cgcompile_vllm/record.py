@@ -1,4 +1,4 @@
-"""What an engine's start leaves beside its graphs: how it was configured, the memory that it measured, what its graphs return."""
+"""The record that a start saves with its graphs: the configuration, the measured memory, and the results of the graphs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NAME = "engine.json"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """`config`: configuration and versions, as text.  `compiled`: the name of the compiled model in vLLM's cache.  `cache`: bytes
-    for the KV cache; `free`: bytes of the GPU that were free when they were measured.  `hidden`: shape and dtype of the output of
-    the whole model.  `pieces`: the graphs of its parts."""
+    for the KV cache; `free`: free bytes of the GPU at that measurement.  `hidden`: shape and dtype of the whole model's output.
+    `pieces`: the graphs of its parts."""
 
     config: str
     compiled: str
@@ -28,19 +28,19 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record in the folder; None where there is none that can be read."""
+    """Returns the record in the folder, None if it is missing or invalid."""
     try:
         row: dict[str, Any] = json.loads((folder / NAME).read_text())
         pieces = [Piece(**{**piece, "values": tuple([tuple(value) for value in piece["values"]])}) for piece in row["pieces"]]
         hidden = row["hidden"] and (tuple(row["hidden"][0]), row["hidden"][1])
-        kept = {name: row[name] for name in ("config", "compiled", "cache", "free")}
-        return Record(**kept, hidden=hidden, pieces=tuple(pieces))
+        fields = {name: row[name] for name in ("config", "compiled", "cache", "free")}
+        return Record(**fields, hidden=hidden, pieces=tuple(pieces))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Writes it, whole or not at all.  Raises OSError."""
+    """Writes the record atomically.  Raises OSError."""
     part = folder / f".{NAME}.{os.getpid()}"
     part.write_text(json.dumps(asdict(record)))
     part.rename(folder / NAME)

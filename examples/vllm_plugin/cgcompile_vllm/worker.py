@@ -1,9 +1,9 @@
-"""vLLM's worker, which saves its CUDA graphs in the first two starts and attaches them in later ones.
+"""A worker for vLLM that saves its CUDA graphs in the first two starts and attaches them in later ones.
 
-What is replaced at run time, and why:
+Replaced at run time:
 
-- `parallel_config.worker_cls`, where it is "auto" (`register`): this class has to be the worker.
-- `model_runner.capture_model`, of this worker's runner: to save behind it, or to attach in its place.
+- `parallel_config.worker_cls`, if it is "auto" (`register`): selects this class.
+- `model_runner.capture_model` of this worker's runner: saves afterwards, or attaches instead.
 - `torch.cuda.CUDAGraph`, while `capture_model` runs in a start that saves: vLLM does not ask torch to keep a graph's nodes.
 """
 
@@ -30,30 +30,30 @@ from . import FOLDER, GRAPHS, engine, logger
 from .record import Record, read_record, write_record
 
 REFUSED = "refused.txt"
-"""The file in the folder that says why graphs cannot be saved: later starts do not try again."""
+"""The file with the reason why graphs cannot be saved; later starts then do not try."""
 
 AGAIN = ("engine-differs", "recordings-differ", "addresses-equal")
-"""Codes of errors that the next start may not have."""
+"""Codes of errors that may not occur in the next start."""
 
 SLACK = 256 << 20
-"""Bytes of the GPU that may be taken beyond those that were when the memory was measured."""
+"""Bytes of the GPU that may be used in addition to those at the measurement."""
 
 
 class GraphWorker(Worker):
-    """A worker of one GPU.  Whatever does not fit is said in one line of the log, and vLLM starts as ever."""
+    """A worker of one GPU.  If something does not fit, it logs one line, and vLLM starts as usual."""
 
     def init_device(self) -> None:
-        """Decides what this start does, before anything uses CUDA."""
+        """Decides what this start does, before CUDA is used."""
         self._folder = Path(os.environ[FOLDER])
         self._config = self._configuration()
         self._record: Record | None = None
-        self._role = self._decided()
+        self._role = self._choose_role()
         super().init_device()
         if self._role:
             self._capture = self.model_runner.capture_model
-            self.model_runner.capture_model = self._captured  # type: ignore[method-assign]
+            self.model_runner.capture_model = self._capture_or_attach  # type: ignore[method-assign]
 
-    def _decided(self) -> str:
+    def _choose_role(self) -> str:
         """ "save", "attach", or "" for neither."""
         config = self.vllm_config
         if config.parallel_config.world_size_across_dp > 1:
@@ -78,7 +78,7 @@ class GraphWorker(Worker):
         return "save"
 
     def _configuration(self) -> str:
-        """What a start has to have in common with the one that saved."""
+        """Returns the settings that must equal those of the start that saved."""
         model, scheduler, cache = self.model_config, self.vllm_config.scheduler_config, self.cache_config
         compilation = self.vllm_config.compilation_config
         parts = {
@@ -92,7 +92,7 @@ class GraphWorker(Worker):
         return json.dumps(parts)
 
     def _compiled(self) -> str:
-        """The name of the compiled model in vLLM's cache: a hash of everything that its kernels depend on."""
+        """Returns the name of the compiled model in vLLM's cache: a hash of everything that affects its kernels."""
         return os.path.relpath(self.vllm_config.compilation_config.local_cache_dir or ".", vllm.envs.VLLM_CACHE_ROOT)
 
     def _as_ever(self, reason: str) -> str:
@@ -101,7 +101,7 @@ class GraphWorker(Worker):
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: those of the first start, where that much memory is free."""
+        """Returns the bytes for the KV cache: those of the first start, if enough memory is free."""
         free = torch.cuda.mem_get_info()[0]
         record = self._record
         if record is None or not self._role or free < record.free - SLACK:
@@ -120,16 +120,16 @@ class GraphWorker(Worker):
         return record.cache
 
     @torch.inference_mode()
-    def _captured(self) -> int:
-        """In place of `capture_model`: the bytes that the graphs take."""
+    def _capture_or_attach(self) -> int:
+        """Replaces `capture_model`; returns the bytes of the graphs."""
         if self._role == "attach":
             try:
                 return self._attached()
-            except Exception as error:  # noqa: BLE001  a guest ends nobody's engine
+            except Exception as error:  # noqa: BLE001  the plugin must not end the engine
                 self._role = self._as_ever(f"{type(error).__name__}: {error}")
         if self._role != "save":
             return int(self._capture())
-        tensors = engine.engine_tensors(self.model_runner)  # those that there are when later starts attach
+        tensors = engine.engine_tensors(self.model_runner)  # before the capture, as when later starts attach
         with mock.patch.object(torch.cuda, "CUDAGraph", engine.KeptGraph):
             size = int(self._capture())
         try:
@@ -140,7 +140,7 @@ class GraphWorker(Worker):
             if code not in AGAIN:
                 (self._folder / REFUSED).write_text(f"{error}\n")
             if code == "proof-failed":
-                raise  # the fresh process may have written to this engine's memory
+                raise  # the verifying process may have written to this engine's memory
         return size
 
     def _save(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -174,15 +174,15 @@ class GraphWorker(Worker):
         attached = time.perf_counter()
         with ExitStack() as undo:
             undo.callback(graphs.close)
-            whole = {
+            full_graphs = {
                 descriptor: graphs[engine.full_key(descriptor)]
                 for mode, descriptors in manager._capture_descs.items()
                 for descriptor in descriptors
                 if mode.name == "FULL"
             }
-            engine.give_pieces(record.pieces, engine.wrappers(), graphs, graphs.tensors)  # the last that may fail
+            engine.give_pieces(record.pieces, engine.wrappers(), graphs, graphs.tensors)  # the last call that may fail
             undo.pop_all()
-        manager.graphs, manager.hidden_states = whole, tensors.get("hidden")
+        manager.graphs, manager.hidden_states = full_graphs, tensors.get("hidden")
         manager._graphs_captured = True
         self._graphs = graphs
         size = sum(graphs.memory.values())
