@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ...errors import BuildError
 
 if TYPE_CHECKING:
-    from ..worker import cupti
+    from ..worker import image_log as worker_log
 
 LIBRARIES = ("torch", "triton", "cgcompile", "cgbundle")
 """Packages whose lines are skipped in the search for the engine's line."""
@@ -20,14 +20,14 @@ LIBRARIES = ("torch", "triton", "cgcompile", "cgbundle")
 def observe() -> None:
     """Starts to record the kernel images that this process loads.  `save_graphs` needs them.
 
-    Call it before anything uses CUDA: images that were loaded earlier cannot be recorded.  Every call of the driver takes some
-    microseconds longer, so call it only in processes that save graphs.  A second call does nothing.  Raises observe-late,
-    extra-missing, cupti-unavailable.
+    Call it before anything uses CUDA: images that were loaded earlier cannot be recorded.  It compiles a small file, which needs a
+    C++ compiler.  Captures take longer, so call it only in processes that save graphs.  A second call does nothing.  Raises
+    observe-late, extra-missing, cupti-unavailable, compiler-failed.
     """
     image_log()
 
 
-def observed() -> cupti.ImageLog:
+def observed() -> worker_log.EngineImageLog:
     """Returns the log that `observe` started.  Raises not-observed."""
     if not image_log.cache_info().currsize:
         raise BuildError("not-observed", "save_graphs: cgcompile.observe() was not called in this process")
@@ -35,16 +35,16 @@ def observed() -> cupti.ImageLog:
 
 
 @cache  # CUPTI has one subscriber in a process
-def image_log() -> cupti.ImageLog:
-    """Returns the log of this process.  The first call subscribes to CUPTI.  Raises extra-missing, observe-late."""
+def image_log() -> worker_log.EngineImageLog:
+    """Returns the log of this process.  The first call subscribes to CUPTI.  Raises what `observe` does."""
     try:
-        from ..worker.cupti import ImageLog
+        from ..worker.image_log import EngineImageLog
     except ImportError as error:
         raise BuildError("extra-missing", f"observe: {error}", "pip install 'cgcompile[cuda]'") from None
     if _has_begun():
         raise BuildError("observe-late", "observe: this process uses CUDA already, and images that it loaded are not known")
-    log = ImageLog(line)
-    atexit.register(log.close)  # libraries unload kernels in destructors, when Python callbacks must not run
+    log = EngineImageLog(line)
+    atexit.register(log.close)  # libraries unload kernels in destructors, and CUPTI must not call back then
     return log
 
 

@@ -25,12 +25,12 @@ from .engine_take import EngineTake, process_name
 from .memory import engine_memory, pointer_words
 
 if TYPE_CHECKING:
-    from ..worker.cupti import ImageLog
+    from ..worker.image_log import EngineImageLog
 
 
-def read_engine(log: ImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph], tensors: Mapping[str, torch.Tensor]) -> EngineTake:
+def read_engine(log: EngineImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph], tensors: Mapping[str, torch.Tensor]) -> EngineTake:
     """Reads the graphs and tensors of this process.  Raises graph-refused, tensor-refused, dtype-unsupported, and what `walk`,
-    `ImageLog.modules` and `kept_variables` do."""
+    `EngineImageLog.modules` and `kept_variables` do."""
     from ..worker.driver import check, driver, inspect_pointer, read_device
     from ..worker.graph_nodes import walk
     from ..worker.module_state import kept_variables

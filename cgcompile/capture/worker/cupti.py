@@ -5,7 +5,8 @@ without a handle, *inside* the driver call that loads it.  The driver API callba
 call returns, its arguments hold a handle of the new module, or of the kernel, function or library whose first use loaded it.
 A load in a call that is not in `HOLDERS` is an error, because kernel names do not identify an image.
 
-Subscribe before CUDA starts.  The callbacks only copy bytes and read integers; they never call CUDA.
+Subscribe before CUDA starts.  The callbacks only copy bytes and read integers; they never call CUDA.  They run Python, so they suit
+processes in which one thread alone uses CUDA: `image_log.py` says why.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import hashlib
 import importlib.util
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import BuildError
 from .driver import check, driver, succeeded
@@ -81,11 +82,7 @@ class _ModuleData(ctypes.Structure):
     _fields_ = (("id", ctypes.c_uint32), ("bytes", ctypes.c_size_t), ("image", ctypes.c_void_p))
 
 
-class _GraphData(ctypes.Structure):
-    _fields_ = (("graph", ctypes.c_void_p), ("original", ctypes.c_void_p), ("node", ctypes.c_void_p))
-
-
-_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,24 +98,23 @@ class Load:
 
 
 class ImageLog:
-    """The images loaded since the log was created.  CUPTI allows one per process; `close()` ends the subscription.
+    """The images loaded since the log was created.  CUPTI allows one per process; `close()` ends the subscription."""
 
-    `line`: returns the running line of Python.  If given, `lines` maps the handle of every added graph node to its line."""
-
-    def __init__(self, line: Callable[[], str] | None = None) -> None:
-        self.lines: dict[int, str] = {}
-        self._line = line
-        self._cupti = ctypes.CDLL(_find_cupti())
+    def __init__(self) -> None:
         self._stacks = threading.local()
         self._loads: list[Load] = []
         self._images: dict[str, bytes] = {}
-        self._callback = _CALLBACK(self._on_event)  # keep a reference: CUPTI calls it until `close`
+        self._subscribe(CALLBACK(self._on_event), None, MODULE_LOADED)
+
+    def _subscribe(self, callback: Any, user: int | None, *events: int) -> None:
+        """Lets CUPTI call `callback` with `user` around every driver call, and for these events of resources."""
+        self._cupti = ctypes.CDLL(_find_cupti())
+        self._callback = callback  # keep a reference: CUPTI calls it until `close`
         self._subscriber = ctypes.c_void_p()
-        self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
+        self._call("cuptiSubscribe", ctypes.byref(self._subscriber), callback, ctypes.c_void_p(user))
         self._call("cuptiEnableDomain", 1, self._subscriber, DRIVER_API)
-        self._call("cuptiEnableCallback", 1, self._subscriber, RESOURCE, MODULE_LOADED)
-        if line is not None:
-            self._call("cuptiEnableCallback", 1, self._subscriber, RESOURCE, GRAPHNODE_CREATED)
+        for event in events:
+            self._call("cuptiEnableCallback", 1, self._subscriber, RESOURCE, event)
 
     def close(self) -> None:
         """Ends the CUPTI subscription.  The log stays readable."""
@@ -171,11 +167,6 @@ class ImageLog:
                     kind, handle = _handle(name, call.params)
                     serial = len(self._loads)
                     self._loads.extend(Load(serial=serial, call=name, kind=kind, handle=handle, image=image) for image in images)
-        elif domain == RESOURCE and number == GRAPHNODE_CREATED:
-            resource = ctypes.cast(data, ctypes.POINTER(_ResourceData)).contents
-            graph_data = ctypes.cast(resource.descriptor, ctypes.POINTER(_GraphData)).contents
-            if self._line is not None and graph_data.node:
-                self.lines[graph_data.node] = self._line()
         elif domain == RESOURCE:
             resource = ctypes.cast(data, ctypes.POINTER(_ResourceData)).contents
             module = ctypes.cast(resource.descriptor, ctypes.POINTER(_ModuleData)).contents

@@ -79,9 +79,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, begun: bool) -> list[Callable[[], 
         callbacks.append(line)
         return SimpleNamespace(close=lambda: None)
 
-    module = ModuleType("cgcompile.capture.worker.cupti")
-    module.ImageLog = log  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "cgcompile.capture.worker.cupti", module)
+    module = ModuleType("cgcompile.capture.worker.image_log")
+    module.EngineImageLog = log  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "cgcompile.capture.worker.image_log", module)
     monkeypatch.setattr(observe, "_has_begun", lambda: begun)
     return callbacks
 
