@@ -48,21 +48,24 @@ class Plan(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints {"differs": text, "torch_imported": bool} or {"error": ..., "hint": ..., "code": ...}."""
+    """Prints {"differs": text, "torch_imported": bool} or {"error": ..., "hint": ..., "code": ...}.
+
+    Where bits differ, "at" has the indices of the graph and of its place, and `file` + ".differs" the bytes there."""
     path, name = arguments
     with open(name, encoding="utf-8") as file:
         plan = Plan(**json.load(file))
     try:
-        differs = replay(path, plan)
+        differs, at = replay(path, plan)
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "code": error.code}))
         return error.exit_code
-    print(json.dumps({"differs": differs, "torch_imported": "torch" in sys.modules}))
+    print(json.dumps({"differs": differs, "torch_imported": "torch" in sys.modules} | ({"at": at} if at else {})))
     return 1 if differs else 0
 
 
-def replay(path: str, plan: Plan) -> str:
-    """A text that names the first difference, or "".  Raises what `attach` does."""
+def replay(path: str, plan: Plan) -> tuple[str, tuple[int, int] | None]:
+    """Returns a text that names the first difference, or "".  Where bits differ, also returns the indices of the graph and of its
+    place.  Raises what `attach` does."""
     engine = Archive(path).manifest.engine
     assert engine is not None  # the compiler wrote it
     context = Context(plan.device)
@@ -77,20 +80,24 @@ def replay(path: str, plan: Plan) -> str:
                 stack.callback(call, "cuIpcCloseMemHandle", opened[handle])
             addresses.append(opened[handle] + offset)
             if addresses[-1] == theirs:
-                return f"nothing: memory of the engine lies at {theirs:#x} here too, which proves nothing"
+                return f"nothing: memory of the engine lies at {theirs:#x} here too, which proves nothing", None
         tensors = {row.name: _tensor(engine, row, addresses, plan.device) for row in engine.tensors if row.memory == "inputs"}
         graphs = stack.enter_context(attach_poisoned(path, tensors, device=plan.device, unverified=True, poison=POISON))
         places = {name: tensor.address for name, tensor in (*tensors.items(), *graphs.tensors.items())}
         with open(plan.file, "rb") as file:
             _write(file, plan.contents, places)
-            for graph, (inputs, results) in zip(graphs.values(), plan.graphs, strict=True):
+            for position, (graph, (inputs, results)) in enumerate(zip(graphs.values(), plan.graphs, strict=True)):
                 _write(file, inputs, places)
                 graph.replay()
                 call("cuCtxSynchronize")
-                for (name, at, size), digest in results:
-                    if hashlib.sha256(_bytes_at(places[name] + at, size)).hexdigest() != digest:
-                        return f"graph {graph.key!r}: tensor {name!r} holds other bits than in the engine's process"
-    return ""
+                for number, ((name, at, size), digest) in enumerate(results):
+                    held = _bytes_at(places[name] + at, size)
+                    if hashlib.sha256(held).hexdigest() != digest:
+                        with open(f"{plan.file}.differs", "wb") as out:
+                            out.write(held)
+                        text = f"graph {graph.key!r}: tensor {name!r} holds other bits than in the engine's process"
+                        return text, (position, number)
+    return "", None
 
 
 def _write(file: BinaryIO, rows: Sequence[tuple[Place, int]], places: Mapping[str, int]) -> None:

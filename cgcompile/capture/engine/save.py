@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -50,6 +50,7 @@ def save_graphs(
     *,
     verify: bool = True,
     prepare: Callable[[Key], None] | None = None,
+    returns: Mapping[Key, Collection[str]] | None = None,
 ) -> SavedGraphs:
     """Saves captured CUDA graphs for `cgbundle.attach`, which replays them in later processes over the tensors of that process.
 
@@ -65,6 +66,9 @@ def save_graphs(
     - `verify`: the second process replays every graph three times, once over poisoned outputs.  Then a fresh process without torch
       replays the bundle over the same memory at other addresses.  All tensors must hold the same bits, and are put back afterwards.
       `attach` takes a bundle that was saved with verify=False only with unverified=True.
+    - `returns`: by a graph's key, the names of the outputs that it returns.  After a replay, these outputs and the tensors that no
+      capture allocated are compared.  Without it, all outputs are compared after every replay; kernels may leave anything there if
+      the outputs of one graph share memory with scratch memory of another.
     - `prepare`: called with a graph's key before each of these replays, to write inputs into `tensors`.  Without it, a graph reads
       what the graphs before it left.  Kernels that count in a tensor need it.
 
@@ -88,7 +92,7 @@ def save_graphs(
             return SavedGraphs(kind="recording", path=recording)
         first = read_recording(recording)
         try:
-            saved = _complete(first, mine, graphs, tensors, destination, verify=verify, prepare=prepare)
+            saved = _complete(first, mine, graphs, tensors, destination, verify=verify, prepare=prepare, returns=returns)
         except BuildError as error:
             if error.code in DIFFER and first.process != mine.process:
                 write_recording(recording, mine)  # a process that compiles may differ from those that load its compile cache
@@ -110,6 +114,7 @@ def _complete(
     *,
     verify: bool,
     prepare: Callable[[Key], None] | None,
+    returns: Mapping[Key, Collection[str]] | None,
 ) -> SavedGraphs:
     """Writes the bundle.  Raises what `assemble_engine` and `verify` do."""
     from ...bundle.emit import seal
@@ -125,7 +130,7 @@ def _complete(
 
                 assert manifest.engine is not None
                 here = _here(mine, manifest.engine, tensors)
-                replay_afresh(stage, manifest.engine, assembled.arena, graphs, here, prepare or (lambda key: None))
+                replay_afresh(stage, manifest.engine, assembled.arena, graphs, here, prepare or (lambda key: None), returns)
                 seal(stage, replace(manifest, engine=replace(manifest.engine, verified=True)))
     except FileExistsError:
         raise BuildError("output-exists", f"{destination}: came meanwhile", "remove it first, or choose another path") from None

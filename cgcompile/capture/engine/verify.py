@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,8 +87,10 @@ def verify(
     graphs: Mapping[Key, torch.cuda.CUDAGraph],
     here: Here,
     prepare: Callable[[Key], None],
+    returns: Mapping[Key, Collection[str]] | None = None,
 ) -> None:
     """Compares replays of the engine's graphs with a replay of the bundle in a fresh process.  `prepare` writes a graph's inputs.
+    `returns`: of the private pools, only these tensors are compared after a graph, because kernels may leave anything in the rest.
 
     Raises proof-failed if the fresh process gets different bits, and replays-differ if two replays of the engine's own graphs do.
     Raises not-verifiable if no other process can open the engine's memory, or the GPU has no room for a second arena.
@@ -98,6 +101,7 @@ def verify(
         text = f"a replay in a fresh process needs {arena + SPARE:,} bytes of the GPU, which has {free:,} free"
         raise BuildError("not-verifiable", text)
     regions = _regions(engine, here)
+    results = None if returns is None else [_returned(engine, here, returns.get(key, ())) for key in graphs]
     spans = [_handle(address, number, engine) for number, address in enumerate(here.spans)]
     steps = [(partial(prepare, key), graph.replay) for key, graph in graphs.items()]
     with scratch_folder() as scratch:
@@ -105,11 +109,11 @@ def verify(
         before = _digests(regions)
         _save(regions, before, contents)
         try:
-            after, poisoned = _replayed(steps, regions, before, contents)
-            rows = _graph_changes(steps, regions, _changed(before, after), contents)
-            unsteady = _changed(after, _digests(regions))
+            after, poisoned = _replayed(steps, regions, before, contents, pools=returns is None)
+            rows = _graph_changes(steps, regions, _changed(before, after), contents, results)
+            unsteady = [position for position in _changed(after, _digests(regions)) if returns is None or regions[position].span]
             if unsteady:
-                names = ", ".join(repr(regions[position].name) for position in list(unsteady)[:4])
+                names = ", ".join(repr(regions[position].name) for position in unsteady[:4])
                 text = f"two replays of the engine's own graphs from the same contents leave other bits in {names}"
                 raise BuildError("replays-differ", text)
             _put_back(regions, before, contents)
@@ -124,6 +128,12 @@ def verify(
             torch.cuda.empty_cache()
             answer = run_fresh("cgbundle.gpu.engine_replay", [str(stage), str(plan)], str(stage))
             differs = _fresh_difference(answer) or _differs_here(regions, after)
+            if "at" in answer:
+                _put_back(regions, before, contents)
+                if poisoned:
+                    _poison(regions)
+                graph, place = answer["at"]
+                differs += _differing_bytes(steps, regions, results, rows, graph, place, contents)
         except torch.OutOfMemoryError:
             raise BuildError("not-verifiable", "the GPU has too little free memory to compare what the graphs change") from None
         finally:
@@ -132,13 +142,37 @@ def verify(
         raise BuildError("proof-failed", f"the fresh process that replays the graphs: {differs}", "please report the kernels")
 
 
-def _fresh_difference(answer: Mapping[str, str]) -> str:
+def _fresh_difference(answer: Mapping[str, Any]) -> str:
     """Returns the difference that the fresh process found, or "".  Raises proof-failed if it failed."""
     if "error" in answer:
         raise BuildError("proof-failed", f"the fresh process that replays the graphs: {answer['error']}", answer["hint"])
     if answer["torch_imported"]:
         return "it imported torch: it proves nothing about replays without it"
-    return answer["differs"]
+    return str(answer["differs"])
+
+
+def _differing_bytes(
+    steps: Steps,
+    regions: Sequence[Region],
+    results: Sequence[Sequence[Region]] | None,
+    rows: Sequence[Changes],
+    graph: int,
+    place: int,
+    contents: Path,
+) -> str:
+    """Replays the engine's graphs up to the one that differs, and says how many bytes do.  Raises replays-differ if the engine's
+    own graph gives other bits this time."""
+    starts = {region.name: region.address - region.at for region in (*regions, *(results[graph] if results else ()))}
+    (name, at, size), digest = rows[graph][1][place]
+    _run(steps[: graph + 1])
+    torch.cuda.synchronize()
+    expected = device_bytes(starts[name] + at, size).cpu()
+    if _hash(expected) != digest:
+        text = f"two replays of the engine's own graph {graph + 1} of {len(steps)} leave other bits in {name!r}"
+        raise BuildError("replays-differ", text)
+    seen = torch.frombuffer(bytearray(contents.with_name(f"{contents.name}.differs").read_bytes()), dtype=torch.uint8)
+    differing = (expected != seen).nonzero()
+    return f": {len(differing):,} of {size:,} bytes, the first {at + int(differing[0]):,} bytes behind the tensor's start"
 
 
 def _differs_here(regions: Sequence[Region], after: Sequence[Sequence[int]]) -> str:
@@ -165,6 +199,18 @@ def _regions(engine: Engine, here: Here) -> list[Region]:
             begin, end, name = first_begin, max(end, last_end), first_name
         merged.append((begin, end, name))
     rows += [(name, 0, here.pooled[name], end - begin, False) for begin, end, name in merged]
+    return _as_regions(rows)
+
+
+def _returned(engine: Engine, here: Here, names: Collection[str]) -> list[Region]:
+    """Returns the tensors of these names that lie in private pools, one region for a tensor."""
+    rows = [row for row in engine.tensors if row.memory == "arena" and row.name in names]
+    sizes = [(row.name, span_of(row.dtype, row.shape, row.strides)) for row in rows]
+    return _as_regions([(name, 0, here.pooled[name], size, False) for name, size in sizes if size])
+
+
+def _as_regions(rows: Sequence[tuple[str, int, int, int, bool]]) -> list[Region]:
+    """Returns a region for every (name, at, address, size, span), with 8-byte alignment."""
     regions: list[Region] = []
     total = 0
     for name, at, address, size, span in rows:
@@ -214,16 +260,17 @@ def _changed(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) ->
 
 
 def _replayed(
-    steps: Steps, regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path
+    steps: Steps, regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path, *, pools: bool
 ) -> tuple[list[list[int]], bool]:
     """Replays all graphs from the original contents, then with POISON in the tensors of private pools.  Returns the digests, and
-    whether both replays gave the same.  If so, these tensors hold POISON on return; everything else has its original contents."""
+    whether both replays gave the same; without `pools`, the same in the engine's spans.  If so, the tensors of private pools hold
+    POISON on return; everything else has its original contents."""
     _run(steps)
     after = _digests(regions)
     _put_back(regions, before, contents)
     _poison(regions)
     _run(steps)
-    poisoned = _digests(regions) == after
+    poisoned = not any(pools or regions[position].span for position in _changed(after, _digests(regions)))
     _put_back(regions, before, contents)
     if poisoned:
         _poison(regions)
@@ -242,9 +289,16 @@ def _poison(regions: Sequence[Region]) -> None:
             device_bytes(region.address, region.size).fill_(POISON)
 
 
-def _graph_changes(steps: Steps, regions: Sequence[Region], changed: Mapping[int, Sequence[int]], contents: Path) -> list[Changes]:
+def _graph_changes(
+    steps: Steps,
+    regions: Sequence[Region],
+    changed: Mapping[int, Sequence[int]],
+    contents: Path,
+    returned: Sequence[Sequence[Region]] | None,
+) -> list[Changes]:
     """Replays every graph, and returns which chunks `prepare` writes before it and which chunks it changes.  It watches the chunks
-    `changed` of spans larger than a chunk, and all chunks of other regions, because a later graph may undo a change."""
+    `changed` of spans larger than a chunk, and all chunks of other regions, because a later graph may undo a change.  `returned`:
+    the regions of private pools that count after each graph; None: all."""
     watched = [
         (position, number)
         for position, region in enumerate(regions)
@@ -255,7 +309,7 @@ def _graph_changes(steps: Steps, regions: Sequence[Region], changed: Mapping[int
     digests_now = digests_of(views)
     rows: list[Changes] = []
     with open(contents, "ab") as file:
-        for prepare, replay in steps:
+        for step, (prepare, replay) in enumerate(steps):
             prepare()
             ready = digests_of(views)
             inputs: list[tuple[Place, int]] = []
@@ -264,7 +318,12 @@ def _graph_changes(steps: Steps, regions: Sequence[Region], changed: Mapping[int
                 file.write(memoryview(views[at].cpu().numpy()))
             replay()
             digests_now = digests_of(views)
-            results = [(places[at], _hash(views[at])) for at in _differing(ready, digests_now)]
+            differing = _differing(ready, digests_now)
+            if returned is not None:
+                differing = [at for at in differing if regions[watched[at][0]].span]
+            results = [(places[at], _hash(views[at])) for at in differing]
+            for region in () if returned is None else returned[step]:
+                results += [(region.place(number), _hash(region.memory(number))) for number in range(region.chunks)]
             rows.append((inputs, results))
     return rows
 

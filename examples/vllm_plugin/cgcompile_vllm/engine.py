@@ -57,6 +57,11 @@ class Piece:
         """Its key in the bundle."""
         return ("piece", self.tokens, self.index)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of its tensors in the bundle."""
+        return [value for what, value in self.values if what == "name"]
+
 
 def full_key(descriptor: Any) -> Key:
     """Returns the key of a graph of the whole model."""

@@ -80,8 +80,59 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def run(graphs: dict[Any, Graph], engine: Engine, prepare: Callable[[Any], None] = lambda key: None) -> None:
-    verify(Path("stage"), engine_bundle.engine(), 1024, graphs, engine.here, prepare)  # type: ignore[arg-type]
+def run(
+    graphs: dict[Any, Graph],
+    engine: Engine,
+    prepare: Callable[[Any], None] = lambda key: None,
+    returns: dict[Any, list[str]] | None = None,
+) -> None:
+    verify(Path("stage"), engine_bundle.engine(), 1024, graphs, engine.here, prepare, returns)  # type: ignore[arg-type]
+
+
+def test_of_scratch_memory_only_what_a_graph_returns_is_compared(plans: list[dict[str, Any]]) -> None:
+    engine = Engine()
+    calls: list[int] = []
+
+    def scratch() -> None:
+        calls.append(0)
+        engine.view("result")[0] = len(calls)
+
+    graphs = {"small": Graph(engine.small), (8, "rows"): Graph(scratch)}
+    with raises("replays-differ", match="leave other bits in 'result'"):
+        run(graphs, engine)
+    run(graphs, engine, returns={"small": ["result"], (8, "rows"): []})
+    rows = [[place for place, _ in results] for _, results in plans[0]["graphs"]]
+    assert rows == [[["result", 0, 4 * ROW]], []] and plans[0]["contents"] == []
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_bytes_that_differ_are_counted(plans: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, steady: bool) -> None:
+    engine, calls = Engine(), []
+
+    def fresh(module: str, arguments: list[str], path: str) -> dict[str, Any]:
+        plan = json.loads(Path(arguments[1]).read_text())
+        engine.small()
+        held = bytearray(engine.view("result").numpy()[: 4 * ROW])
+        held[40] ^= 1
+        held[50] ^= 1
+        Path(f"{plan['file']}.differs").write_bytes(held)
+        return {"differs": "graph 'small': other bits", "torch_imported": False, "at": [0, 0]}
+
+    def small() -> None:
+        calls.append(0)
+        engine.small()
+        if not steady:
+            engine.view("result")[0] = len(calls)
+
+    monkeypatch.setattr(verify_module, "run_fresh", fresh)
+    graphs = {"small": Graph(small), (8, "rows"): Graph(lambda: None)}
+    if steady:
+        text = f"graph 'small': other bits: 2 of {4 * ROW:,} bytes, the first 40 bytes behind the tensor's start"
+        with raises("proof-failed", match=text):
+            run(graphs, engine)
+    else:
+        with raises("replays-differ", match="two replays of the engine's own graph 1 of 2 leave other bits in 'result'"):
+            run(graphs, engine, returns={"small": ["result"]})
 
 
 def test_what_graphs_change_is_noted_and_put_back(plans: list[dict[str, Any]]) -> None:

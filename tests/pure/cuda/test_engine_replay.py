@@ -52,7 +52,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("poisoned", [True, False])
 def test_the_same_bits_are_no_difference(fake: FakeDriver, path: str, tmp_path: Path, poisoned: bool) -> None:
-    assert engine_replay.replay(path, plan(tmp_path, poisoned=poisoned)) == ""
+    assert engine_replay.replay(path, plan(tmp_path, poisoned=poisoned))[0] == ""
 
 
 def other(place: int, tensor: str, at: int = 0) -> Callable[[Plan], Plan]:
@@ -72,23 +72,27 @@ DIFFERENT = [
 def test_what_differs_is_named_by_its_tensor(
     fake: FakeDriver, path: str, tmp_path: Path, change: Callable[[Plan], Plan], differs: str
 ) -> None:
-    assert engine_replay.replay(path, change(plan(tmp_path))) == differs
+    changed = change(plan(tmp_path))
+    text, at = engine_replay.replay(path, changed)
+    assert text == differs and at == (int("rows" in differs), 0)
+    assert len(Path(f"{changed.file}.differs").read_bytes()) == 16
 
 
 def test_inputs_are_written_before_a_graph(fake: FakeDriver, path: str, tmp_path: Path) -> None:
     other_inputs, old = inputs(8, 5), plan(tmp_path)
     Path(old.file).write_bytes(other_inputs.tobytes())
     out = (("out", 0, 4 * ROWS), digest(expected(other_inputs)))
-    assert "tensor 'out' holds other bits" in engine_replay.replay(path, old._replace(graphs=[old.graphs[0], ([], [out])]))
+    assert "tensor 'out' holds other bits" in engine_replay.replay(path, old._replace(graphs=[old.graphs[0], ([], [out])]))[0]
     before = [(("x", 0, 4 * ROWS), 0)]
-    assert engine_replay.replay(path, old._replace(graphs=[old.graphs[0], (before, [out])])) == ""
+    assert engine_replay.replay(path, old._replace(graphs=[old.graphs[0], (before, [out])]))[0] == ""
 
 
 def test_memory_at_the_engines_address_proves_nothing(fake: FakeDriver, path: str, tmp_path: Path) -> None:
     there = plan(tmp_path)
     handle, offset, _ = there.spans[1]
     address = int.from_bytes(bytes.fromhex(handle)[:8], "little") + offset
-    assert "which proves nothing" in engine_replay.replay(path, there._replace(spans=[there.spans[0], (handle, offset, address)]))
+    plan_there = there._replace(spans=[there.spans[0], (handle, offset, address)])
+    assert "which proves nothing" in engine_replay.replay(path, plan_there)[0]
 
 
 def test_what_the_graphs_own_memory_held_is_put_there(
