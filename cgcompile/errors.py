@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from cgbundle import errors
 from cgbundle.errors import Cause, CgbundleError
@@ -304,3 +304,14 @@ def named(code: str, message: str, hint: str) -> CgbundleError:
     """Returns the error for a code that another process sent."""
     cause = CATALOGUE.get(code) or errors.CATALOGUE[code]
     return cause.error(code, message, hint)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields the error and its causes once each, outermost first.  Causes can form a cycle.  Inductor's errors name theirs in
+    `inner_exception`."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or getattr(cause, "inner_exception", None) or cause.__context__

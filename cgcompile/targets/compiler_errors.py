@@ -7,12 +7,13 @@ The failed node is taken from the frames of the traceback.  In `torch.fx.Interpr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
+from ..errors import causes
 from ..model.user_code import first_line, place
 
 CAUSES: tuple[tuple[str, str], ...] = (
@@ -66,7 +67,7 @@ class Failure:
 
 def explain(error: BaseException, *modules: GraphModule) -> Failure:
     """Explains a compiler error.  `modules`: the compiled program, searched if the error names only an operator."""
-    chain = list(_chain(error))
+    chain = list(causes(error))
     node = next((failing_node for exception in reversed(chain) if (failing_node := _failing_node(exception)) is not None), None)
     if node is None:
         node = next((named_node for exception in chain if (named_node := _named_node(str(exception), modules)) is not None), None)
@@ -90,17 +91,6 @@ def source_operator(node: Node, modules: Iterable[GraphModule]) -> str:
 
 def _plain(name: str) -> str:
     return name.removeprefix("torch.ops.").removesuffix(".default")
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and its causes, outermost first."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        inner = getattr(current, "inner_exception", None)
-        current = current.__cause__ or inner or current.__context__
 
 
 def _failing_node(error: BaseException) -> Node | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import BuildError, ModelError
+from ..errors import BuildError, ModelError, causes
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk and of an exhausted quota."""
@@ -72,14 +72,9 @@ def _concerns(error: Exception, folder: Path) -> bool:
         written = error.filename2 or error.filename  # the error of a copy names the source in `filename`
         if isinstance(written, str) and Path(written).is_absolute():
             return Path(written).is_relative_to(folder.absolute())
-    elif FULL_MESSAGE.search(_texts(error)):
+    elif any(FULL_MESSAGE.search(str(cause)) for cause in causes(error)):
         return True
     return not isinstance(error, ModelError) and _free(folder) < LITTLE
-
-
-def _texts(error: BaseException) -> str:
-    """Joins the messages of an error and its causes."""
-    return f"{error}\n{_texts(error.__cause__)}" if error.__cause__ else str(error)
 
 
 def _free(folder: Path) -> int:

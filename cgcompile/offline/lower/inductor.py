@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
-from ...errors import BuildError, ModelError
+from ...errors import BuildError, ModelError, causes
 from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
@@ -197,15 +197,13 @@ def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...
 
 def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:
     """Returns a BuildError among the causes, or an error that names an operation without a lowering, or a failure of Inductor."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         if isinstance(cause, BuildError):
             return cause
         if type(cause).__name__ in ("NoValidChoicesError", "MissingOperatorWithoutDecomp", "MissingOperatorWithDecomp"):
             target = re.search(r"target: ([\w.]+)", str(error))
             text, operators = _origin(target[1], retraced) if target else ("an operation", [])
             return ModelError("operator-without-kernel", f"int_key {key}: no Triton kernel for {text}", host_hint(operators))
-        cause = cause.__cause__ or cause.__context__
     failure = explain(error, retraced.program)
     return BuildError("lowering-broken", f"int_key {key}: {failure}", failure.hint("eager"))
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.cpu.machine import processor_flags
 
-from ...errors import BuildError
+from ...errors import BuildError, causes
 from ...export.assertions import spell_conditions
 from ...partition.straight_parts import written_tensors
 from ...util.garbage_collection import quick_imports
@@ -175,7 +175,7 @@ def _compiled(
         except Exception as error:
             if (build_error := _passed_on(error)) is not None:
                 raise build_error from error
-            if level is not None or not any(isinstance(exception, CppCompileError) for exception in _chain(error)):
+            if level is not None or not any(isinstance(exception, CppCompileError) for exception in causes(error)):
                 raise BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
             tell("the C++ compiler refuses the vectorized code: again without vectors")
             try:
@@ -246,15 +246,7 @@ def _libraries_take_numbers(program: ExportedProgram) -> bool:
 
 def _passed_on(error: BaseException) -> BuildError | None:
     """Returns the BuildError that Inductor wrapped into an error of its own, or None."""
-    return next((exception for exception in _chain(error) if isinstance(exception, BuildError)), None)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and its causes, outermost first."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
+    return next((exception for exception in causes(error) if isinstance(exception, BuildError)), None)
 
 
 def with_buffers(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -105,3 +105,13 @@ def test_free_space_is_that_of_the_disk(tmp_path: Path) -> None:
     space = disk_space._free(tmp_path / "not" / "there")
     assert abs(space - shutil.disk_usage(tmp_path).free) < 1 << 34 and space > 0
     assert SCRATCH.other != OUTPUT.other
+
+
+def test_errors_that_are_the_causes_of_each_other_end(tmp_path: Path) -> None:
+    first, second = ValueError("first"), ValueError("second: No space left on device")
+    first.__cause__, second.__cause__ = second, first
+    with raises("disk-full"), space_told(tmp_path, OUTPUT):
+        raise first
+    second.args = ("second",)
+    with pytest.raises(ValueError, match="first"), space_told(tmp_path, OUTPUT):
+        raise first
