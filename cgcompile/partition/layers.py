@@ -1,11 +1,12 @@
 """Equal layers of a program: where to cut between them, and which parts differ only in their weights.
 
 A layer is the operations of a numbered module, such as `layers.3` of a ModuleList.  torch.export records the module of every
-operation.  Indices that several layers use are computed in each: Inductor must see their bounds in the graph that uses them.
+operation.  Indices that several layers read at are computed in each: Inductor must see their bounds in the graph that uses them.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -15,30 +16,56 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 NUMBERED = re.compile(r"^(.*?\.)??\d+(?=\.|$)")
 """Matches the path of the outermost numbered module."""
 
 MANY = 4
-"""The least number of equal consecutive layers that are cut apart.  Fewer are lowered together, with kernels fused across them."""
+"""The least number of equal consecutive layers that are cut apart.  Fewer are lowered together."""
 
 WHOLE = (torch.int32, torch.int64)
 """The dtypes of indices.  Comparisons of indices are bool."""
+
+VIEW, PRODUCT, ELEMENTS, OTHER = "view", "product", "elements", "other"
+"""Kinds of operations: a view, a product or a convolution, one that Inductor computes by element or reduction, any other."""
+
+FUSED = {(ELEMENTS, ELEMENTS): 4, (PRODUCT, ELEMENTS): 4, (ELEMENTS, PRODUCT): 1}
+"""What it costs to cut between an operation and one that reads its result.  Inductor often fuses what follows a product, and seldom
+what precedes it."""
+
+PRODUCTS = (
+    "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "convolution", "linear", "matmul", "mm", "_grouped_mm", "_scaled_mm",
+)  # fmt: skip
+
+RESHAPES = ("flatten", "reshape", "unflatten", "_unsafe_view")
+"""Operations that usually give a view."""
+
+INDEXING = (
+    "embedding", "gather", "index", "index_add", "index_copy", "index_put", "index_select", "scatter", "scatter_add",
+    "_unsafe_index",
+)  # fmt: skip
+"""Operations that read or write at indices."""
 
 FEW = 1 << 16
 """The largest number of elements of an index tensor that every layer computes again."""
 
 
 def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Cuts operations before and after every layer of MANY or more consecutive equal ones.  Every piece also has the operations
-    that compute its indices.  Returns one piece if there are no such layers."""
+    """Cuts every one of MANY or more consecutive equal layers at the same place.  So the pieces between two cuts are equal; a piece
+    may have the end of one layer and the beginning of the next.  Every piece also has the operations that compute its indices.
+    Returns one piece if there are no such layers."""
     layers = [(layer, list(rows)) for layer, rows in groupby(_with_layers(nodes), key=lambda row: row[0])]
     alike = [(bool(layer), tuple([str(node.target) for _, node in rows])) for layer, rows in layers]
     cut: list[list[Node]] = [[]]
     for (numbered, _), run in groupby(zip(alike, layers, strict=True), key=lambda row: row[0]):
         parts = [[node for _, node in rows] for _, (_, rows) in run]
         if numbered and len(parts) >= MANY:
-            cut += [*parts, []]
+            at = best_cut(parts[:3])
+            cut[-1] += parts[0][:at]
+            cut += [[*part[at:], *following[:at]] for part, following in zip(parts, [*parts[1:], []], strict=True)]
+            if at == 0:
+                cut.append([])
         else:
             cut[-1] += [node for part in parts for node in part]
     parts = [part for part in cut if part] or [[]]
@@ -48,9 +75,78 @@ def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
     return [_with_indices(part, nodes, indices) for part in parts]
 
 
+def has_equal_layers(module: GraphModule) -> bool:
+    """Whether `pieces` cuts the operations of a graph.  Not if it has complex numbers: only real tensors cross between parts."""
+    values = [leaf for node in module.graph.nodes for leaf in tree_leaves(node.meta.get("val"))]
+    if any(isinstance(value, torch.Tensor) and value.is_complex() for value in values):
+        return False
+    return len(pieces([node for node in module.graph.nodes if node.op == "call_function"])) > 1
+
+
+def best_cut(layers: Sequence[Sequence[Node]]) -> int:
+    """Returns the position in a layer before which a cut separates the fewest operations that Inductor would compute in one kernel,
+    for example behind the attention.  A cut between two layers would keep the sum of one from the norm of the next.  If costs are
+    equal, the fewest values cross the cut.  `layers`: the operations of three consecutive equal layers."""
+    nodes = [node for layer in layers for node in layer]
+    numbers = {node: number for number, node in enumerate(nodes)}
+    apart = _apart(nodes, numbers)
+    begin, size = len(layers[0]), len(layers[1])
+    costs, values = [0] * len(nodes), [0] * len(nodes)
+    for number, node in enumerate(nodes):
+        if _kind(node) == VIEW:
+            continue
+        readers = [reader for reader in _readers(node) if reader in numbers]
+        for reader in readers:
+            if not apart[reader] >> number & 1:
+                for position in range(number + 1, numbers[reader] + 1):
+                    costs[position] += FUSED.get((_kind(node), _kind(reader)), 0)
+        for position in range(number + 1, max((numbers[reader] for reader in readers), default=number) + 1):
+            values[position] += 1
+    return min(range(size), key=lambda at: (costs[begin + at], values[begin + at], at))
+
+
+def _apart(nodes: Sequence[Node], numbers: Mapping[Node, int]) -> dict[Node, int]:
+    """Returns, for every operation, the operations that cannot be in its kernel, because a product or another kernel lies between
+    them.  An integer is a set: it has a bit for every number."""
+    before: dict[Node, int] = {}
+    apart: dict[Node, int] = {}
+    for node in nodes:
+        before[node] = apart[node] = 0
+        for source in node.all_input_nodes:
+            if source in numbers:
+                before[node] |= before[source] | 1 << numbers[source]
+                apart[node] |= apart[source] | (before[source] if _kind(source) in (PRODUCT, OTHER) else 0)
+    return apart
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Yields the operations that read a value or a view of it, without the views."""
+    for user in node.users:
+        if _kind(user) == VIEW:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _kind(node: Node) -> str:
+    name = _name(node)
+    if node.target is operator.getitem or name in RESHAPES or (name and node.target.is_view):
+        return VIEW
+    if name in PRODUCTS:
+        return PRODUCT
+    return ELEMENTS if name and "scaled_dot_product" not in name else OTHER
+
+
+def _name(node: Node) -> str:
+    """Returns the name of an operator of ATen, without its overload; "" for any other target."""
+    target = node.target
+    known = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return target._schema.name.removeprefix("aten::") if known else ""
+
+
 def _with_indices(part: Sequence[Node], nodes: Sequence[Node], indices: set[Node]) -> list[Node]:
     """Returns the operations of the part and those of `nodes` that compute its indices, in order."""
-    members, waiting = set(part), list(part)
+    members, waiting = set(part), [node for node in part if _name(node).rstrip("_") in INDEXING]
     while waiting:
         new = indices.intersection(waiting.pop().all_input_nodes) - members
         members |= new

@@ -23,6 +23,7 @@ from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError, ModelError, causes
 from ...partition.blocks import has_conditionals
+from ...partition.layers import has_equal_layers
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
 from ...transforms.few_rows.fewer_kernels import fewer_kernels
@@ -123,7 +124,7 @@ def lower_key(
             _check_known(unknown, key, folded)
             return replace(lowered, outputs=_as_wanted(lowered.outputs, layout, key), constants=constants, written=retraced.written)
 
-        if has_conditionals(program.graph_module):
+        if has_conditionals(program.graph_module) or (not writes and has_equal_layers(program.graph_module)):
             return lower_blocks(program, key, tensors, layouts, lower, live)
         return lower(retrace(program, tensors, layouts, writes=writes), layouts)
 

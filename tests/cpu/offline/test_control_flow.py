@@ -14,6 +14,7 @@ from cgcompile.bundle.recordings import ConditionalNode, MemcpyNode, Recording
 from cgcompile.export.higher_order.conditionals import obstacle
 from cgcompile.offline.interpret.interpret import Stage, interpret
 from cgcompile.offline.lower import inductor
+from cgcompile.offline.lowered import Copy, Launch
 from cgcompile.targets.architectures import arch
 from tests.cpu.offline.test_interpret_lowered import task_of
 from tests.cpu.offline.written_rows import tensor_of
@@ -67,6 +68,19 @@ def test_of_equal_layers_one_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None
     five, eight = [lowered_parts(Layered(count), monkeypatch) for count in (5, 8)]
     assert five == eight < 12
     assert lowered_parts(Layered(5, folded=True), monkeypatch) > five, "what is computed from weights is of these weights alone"
+
+
+def test_a_program_of_equal_layers_has_the_launches_of_its_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, dropout=0.0) for _ in range(5)]).eval()
+    x = torch.randn(2, 6, WIDTH)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), strict=False)
+    apart = inductor.lower_key(program, (), (x,), arch("sm_90"))
+    monkeypatch.setattr(inductor, "has_equal_layers", lambda module: False)
+    whole = inductor.lower_key(program, (), (x,), arch("sm_90"))
+    launches = [sum(isinstance(event, Launch) for event in lowered.events) for lowered in (apart, whole)]
+    assert launches[0] <= launches[1] and not any(isinstance(event, Copy) for event in apart.events)
 
 
 def types(recording: Recording) -> list[str]:

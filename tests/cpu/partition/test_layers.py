@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cgcompile.partition.blocks import Straight, blocks, straight_module, taken
-from cgcompile.partition.layers import MANY, form, pieces
+from cgcompile.partition.layers import MANY, best_cut, form, has_equal_layers, pieces
 
 
 class Layer(nn.Module):
@@ -62,6 +64,60 @@ class Around(nn.Module):
 )
 def test_a_run_of_many_equal_layers_is_cut(model: nn.Module, expected: list[int]) -> None:
     assert sizes(model) == expected
+
+
+class Attending(nn.Module):
+    """A layer of a transformer: a norm, attention, and a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.out = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(self.norm(x))[:, None]
+        attended = nn.functional.scaled_dot_product_attention(q, q, q)
+        return x + self.out(attended.flatten(1))
+
+
+def test_layers_are_cut_where_no_kernel_is() -> None:
+    class Spread(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.exp() @ x.T).tanh() @ x
+
+    for model, together in (
+        (Around([Attending() for _ in range(MANY)]), ["add", "layer_norm"]),
+        (
+            Around([Spread() for _ in range(MANY)]),
+            ["matmul", "tanh"],
+        ),
+    ):
+        nodes = [node for node in graph(model).graph.nodes if node.op == "call_function"]
+        cut = pieces(nodes)
+        assert [node for piece in cut for node in piece] == nodes and len(cut) == MANY + 1
+        (names,) = {tuple([str(node.target).split(".")[1] for node in piece]) for piece in cut[1:-1]}
+        assert together in [list(pair) for pair in pairwise(names)]
+
+
+def test_a_cut_between_operations_of_one_kernel_costs_more_than_any_number_of_values() -> None:
+    class Wide(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = (x @ (x.T * number) for number in (1, 2, 3))
+            return (a.tanh() * b.tanh() * c.tanh()) @ x
+
+    nodes = [node for node in graph(Around([Wide() for _ in range(3)])).graph.nodes if node.op == "call_function"]
+    size = (len(nodes) - 2) // 3
+    layers = [nodes[1 + size * number : 1 + size * (number + 1)] for number in range(3)]
+    at = best_cut(layers)
+    assert "mul" in str(layers[1][at - 1].target) and "matmul" in str(layers[1][at].target)
+
+
+def test_complex_numbers_stay_in_one_part() -> None:
+    class Turning(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.view_as_real(torch.view_as_complex(x.reshape(2, 2, 2)) * 1j).reshape(2, 4)
+
+    assert has_equal_layers(graph(Around(layers(MANY)))) and not has_equal_layers(graph(Around(layers(MANY - 1))))
+    assert not has_equal_layers(graph(Around([Turning() for _ in range(MANY)])))
 
 
 def test_every_layer_computes_the_indices_that_it_uses() -> None:
