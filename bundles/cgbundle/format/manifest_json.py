@@ -1,16 +1,7 @@
-"""Canonical JSON -> manifest.  `cgcompile/bundle/manifest_text.py` writes it.
-
-Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well, fields that
-have their default left out.  The extra key `sha256` holds the hash of the whole text with that hash's own digits as zeros, so that
-no byte can change unseen.
-
-A bundle may hold several variants, each a manifest of its own: kernels, tables and host code for one architecture or level of
-processors, over the same weights.  What is equal in all variants stands once, and `variants` is a list of what each has besides: of
-objects their other members, of lists of objects of one length the same for each of these, any other value as a whole.
-
-Decoding is driven by the annotations in `schema.py`
-and fails with the path of the offending field, such as `entries[0].programs[2].values[0].dtype: expected str, got int`.
-"""
+"""Decodes a manifest from canonical JSON, which `cgcompile/bundle/manifest_text.py` writes. FORMAT.md describes the text: its own
+hash (`sha256`), defaults left out, and `variants`, which lists what each variant has besides the common members. Decoders follow
+the annotations in `schema.py`; errors have the path of the field, such as `entries[0].programs[2].values[0].dtype: expected str,
+got int`."""
 
 from __future__ import annotations
 
@@ -25,26 +16,20 @@ from .json_text import brief, expected, invalid, is_sha256, name, text, whole
 from .records import defaults, members
 from .size_expressions import OPERATORS
 
-SEAL = "sha256"
-"""The key of the manifest's own hash."""
-
-VARIANTS = "variants"
-"""The key of what the variants of a bundle have besides what all have."""
-
+SEAL = "sha256"  # the key of the manifest's own hash
+VARIANTS = "variants"  # the key of the list of members that differ between variants
 Decoder = Callable[[Any, str], Any]
-"""From a value of JSON and its path in the manifest to the value of a record's field."""
+"""(JSON value, its path in the manifest) -> the value of a record's field."""
 
 
 def decode(data: bytes) -> schema.Manifest:
-    """The only manifest in `data`, or the first variant's.  Raises as `Variants`."""
+    """The only manifest in `data`, or the first variant's. Raises as `Variants`."""
     return Variants(data).manifest(0)
 
 
 class Variants:
-    """The manifests in a text, decoded when they are asked for.
-
-    Raises manifest-invalid or format-unsupported; `validate/` checks what holds between fields.
-    """
+    """The manifests in a text, decoded on demand. Raises manifest-invalid or format-unsupported. `validate/` checks what holds
+    between fields."""
 
     __slots__ = ("_plain",)
 
@@ -70,17 +55,16 @@ class Variants:
         return len(self._plain)
 
     def manifest(self, number: int) -> schema.Manifest:
-        """A variant's manifest."""
         manifest: schema.Manifest = _record(schema.Manifest)(self._plain[number], "")
         return manifest
 
     def targets(self) -> tuple[schema.Target, ...]:
-        """The target of every variant."""
+        """The target of each variant."""
         return tuple([_record(schema.Target)(plain.get("target"), "target") for plain in self._plain])
 
 
 def _joined(common: Any, rest: Any, where: str) -> Any:
-    """A variant's value, of what all have in common and what it has besides."""
+    """A variant's value: the common members and its own."""
     if type(common) is dict and type(rest) is dict:
         both = {key: _joined(common[key], rest[key], f"{where}.{key[:40]}") for key in common.keys() & rest.keys()}
         return common | rest | both
@@ -102,7 +86,6 @@ def _check_version(plain: dict[str, Any]) -> None:
 
 
 def seal_line(digest: str) -> bytes:
-    """The line of the manifest's own hash, as the text has it."""
     return f'\n"{SEAL}":"{digest}"'.encode()
 
 
@@ -139,7 +122,7 @@ def _refuse_fields(value: dict[str, Any], decoders: dict[str, Decoder], absent: 
 
 
 def _annotation(text: str) -> Decoder:
-    """The decoder for an annotation as it is spelled in schema.py, where no tuple of fixed length holds another."""
+    """The decoder for an annotation of schema.py, where no fixed-length tuple contains another."""
     text = text.removesuffix(" | None")  # absent: the default of such a field, which is left out
     if text in _SCALARS:
         return _SCALARS[text]
@@ -209,7 +192,7 @@ def _size(value: Any, where: str) -> Any:
 
 
 def _operand(value: Any, where: str, depth: int, left: list[int]) -> Any:
-    """`left` is how many operators more the size may have, in a list that its parts share."""
+    """`left`: how many more operators the size may have, in a list that its parts share."""
     if type(value) is int:
         return whole(value, where)
     if type(value) is str:
@@ -233,7 +216,7 @@ def _axes(listed: Decoder) -> Decoder:
 
 
 def _numbers(value: Any, where: str) -> tuple[int, ...]:
-    """As a list of `whole` numbers, all at once: a manifest consists of these, most of all."""
+    """Decodes a list of `whole` numbers at once: most of a manifest consists of these."""
     if type(value) is list and (not value or ({*map(type, value)} == _INT and min(value) >= -_END and max(value) < _END)):
         return tuple(value)
     numbers: tuple[int, ...] = _list(whole)(value, where)

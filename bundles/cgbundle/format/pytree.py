@@ -22,17 +22,16 @@ from . import json_text, limits
 from .json_text import invalid
 from .schema import Tree
 
-RECORDS = ("object", "mapping")
-"""The kinds of a record."""
+RECORDS = ("object", "mapping")  # kinds of a record
 
 
 def check(tree: Tree, where: str, tensors: int) -> None:
-    """Raises manifest-invalid unless `tree` is well formed and names tensors 0..tensors-1, each once and in order."""
+    """Raises manifest-invalid unless `tree` is well formed and names tensors 0..tensors-1 once each, in order."""
     _check_all([(where, tree)], where, tensors)
 
 
 def check_call(tree: Tree, tensors: int) -> None:
-    """As `check`, for the tree of a call: its parameters, each named once."""
+    """As `check`, for the tree of a call, whose parameters have distinct names."""
     parameters: Any = tree.get("call")
     if len(tree) != 1 or not _are_pairs(parameters) or not all(type(name) is str for name, _ in parameters):
         raise invalid("call", "is not the structure of a call")
@@ -41,11 +40,11 @@ def check_call(tree: Tree, tensors: int) -> None:
 
 
 Place = tuple[Any, ...]
-"""Where a tree stands: (the place of the tree around it, the key or index in that one); of the outermost, its path as text."""
+"""The position of a tree: (position of the parent, key or index); for the root (its path,)."""
 
 
 def _check_all(trees: list[tuple[Any, Any]], where: str, tensors: int) -> None:
-    """Without recursion, and with paths that are spelled where something is wrong alone: a tree may be hostile."""
+    """Walks without recursion, and formats paths only for errors: a tree may be hostile."""
     indices: list[int] = []
     waiting: list[tuple[Place, Any, int]] = [((place,), tree, 0) for place, tree in reversed(trees)]
     while waiting:
@@ -57,7 +56,7 @@ def _check_all(trees: list[tuple[Any, Any]], where: str, tensors: int) -> None:
 
 
 def _children(tree: Any, place: Place, depth: int, indices: list[int]) -> list[tuple[Any, Any]]:
-    """(key or index, tree) of what lies in a tree, which is sound in itself; the number of a tensor goes to `indices`."""
+    """Checks one tree without its children, and returns these as (key or index, tree). Appends a tensor's number to `indices`."""
     if depth > limits.TREE_DEPTH:
         raise invalid(_spell(place), "nested too deeply")
     if type(tree) is not dict or len(tree) != 1:
@@ -105,7 +104,7 @@ def _check_keys(pairs: list[Any], place: Place) -> None:
 
 
 def _spell(place: Place) -> str:
-    """The path of a place: `call.x[0].key`."""
+    """The path of a tree: `call.x[0].key`."""
     keys: list[Any] = []
     while len(place) == 2:
         place, key = place
@@ -148,7 +147,7 @@ def _record_fits(body: list[Any]) -> bool:
 
 
 def _is_name(word: str) -> bool:
-    """A name as Python's parser leaves it: it takes some letters for others (NFKC)."""
+    """Whether Python's parser keeps the name as it is: it normalizes some letters (NFKC)."""
     if len(word) > limits.NAME or not word.isidentifier() or iskeyword(word):
         return False
     if word.isascii():
@@ -162,7 +161,7 @@ def _is_name(word: str) -> bool:
 
 
 def children(tree: Tree) -> list[tuple[str, Tree]]:
-    """(name, tree) of what lies in a tree: of a dict its keys as text, of a sequence the positions; [] for a leaf."""
+    """(name, tree) of the children: a dict's keys as text, a sequence's positions; [] for a leaf."""
     ((kind, body),) = tree.items()
     if kind in ("tensor", "value"):
         return []
@@ -174,12 +173,12 @@ def children(tree: Tree) -> list[tuple[str, Tree]]:
 
 
 def holds_tensor(tree: Tree) -> bool:
-    """Whether a tensor stands anywhere in a tree; what has none is a constant."""
+    """Whether the tree contains a tensor. A tree without one is a constant."""
     return "tensor" in tree or any(holds_tensor(child) for _, child in children(tree))
 
 
 def recorded_constant(tree: Tree) -> Any:
-    """The value of a tree without tensors, in Python's own types: of a named tuple a tuple, of a record a dict."""
+    """The value of a tree without tensors, in Python's own types: a named tuple as a tuple, a record as a dict."""
     ((kind, body),) = tree.items()
     if kind == "value":
         return body

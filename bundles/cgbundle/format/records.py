@@ -1,5 +1,5 @@
-"""Frozen dataclasses without the module `dataclasses`, which adds 15 ms to a load: it imports `inspect`, and compiles eight methods
-for every class.  Its functions (`fields`, `asdict`, `replace`) take these classes for dataclasses, and so do type checkers."""
+"""Frozen dataclasses without the module `dataclasses`, which adds 15 ms to a load: it imports `inspect` and compiles eight methods
+per class. `dataclasses.fields`, `asdict`, `replace` and type checkers accept these classes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ else:
 
 
 def is_record(value: object) -> bool:
-    """Whether a value is an instance of such a class."""
+    """Whether the value is an instance of such a class."""
     return hasattr(type(value), "__field_defaults__")
 
 
 def members(kind: type) -> dict[str, str]:
-    """The annotation of every field, as it is spelled."""
+    """The annotation of every field, as text."""
     return dict(kind.__annotations__)
 
 
 def defaults(kind: Any) -> dict[str, Any]:
-    """The defaults of the fields that have one."""
     field_defaults: dict[str, Any] = kind.__field_defaults__
     return field_defaults
 
 
 def _completed(plain: type) -> type:
-    """The class anew, with a slot for each annotated name, and what a frozen dataclass has."""
+    """Creates the class again, with a slot for each annotated name and the methods of a frozen dataclass."""
     names = tuple(plain.__annotations__)
     body = {name: value for name, value in vars(plain).items() if name not in ("__dict__", "__weakref__")}
     ready = {name: body.pop(name) for name in names if name in body}
@@ -86,7 +85,7 @@ def _again(kind: type, fields: dict[str, Any]) -> Any:
 
 
 class _Fields:
-    """The `__dataclass_fields__` of a class, made when the standard library asks for them."""
+    """The `__dataclass_fields__` of a class, created when the standard library asks for them."""
 
     def __get__(self, record: object, kind: type) -> dict[str, Any]:
         from dataclasses import MISSING, field, make_dataclass  # no load needs it

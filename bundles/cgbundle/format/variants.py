@@ -1,4 +1,4 @@
-"""Which variant of a bundle a machine runs: that of its GPU, else the one that uses most of its processor.  Pure."""
+"""Selects the variant for a machine: that of its GPU, else the one that uses most of its processor. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ CALLED_ALIKE = ("name", "dimensions", "mutated_inputs", "data_sizes", "call", "p
 
 
 def variant_name(target: Target) -> str:
-    """`sm_90`, `x86-64-v3`, and `x86_64` of a bundle for processors like the one that built it."""
+    """`sm_90`, `x86-64-v3`, or `x86_64` for processors like the one that built it."""
     return target.level or target.arch
 
 
 def named_variant(targets: Sequence[Target], name: str) -> int:
-    """The number of a variant.  Raises option-refused."""
+    """The position of a variant. Raises option-refused."""
     names = [variant_name(target) for target in targets]
     if name not in names:
         known = f"the variants {', '.join(names)}" if len(names) > 1 else names[0]
@@ -26,8 +26,8 @@ def named_variant(targets: Sequence[Target], name: str) -> int:
 
 
 def fitting_variant(targets: Sequence[Target], gpu: str, machine: str, flags: Collection[str]) -> int:
-    """The number of the variant for a machine with such a GPU ("sm_90", "" without one), `machine` as `uname -m` has it and the
-    processor's flags, as far as code can use them.  Raises wrong-machine where none fits."""
+    """The position of the variant for a GPU ("sm_90", "" without one), the machine as in `uname -m`, and its processor flags.
+    Raises wrong-machine."""
     for number, target in enumerate(targets):
         if target.kind == "cuda" and target.arch.rstrip("af") == gpu:
             return number
@@ -47,7 +47,7 @@ def fitting_variant(targets: Sequence[Target], gpu: str, machine: str, flags: Co
 
 
 def check_variants(manifests: Sequence[Manifest]) -> None:
-    """Raises manifest-invalid unless all variants have names of their own, are called alike, and compare one self-test."""
+    """Raises manifest-invalid unless all variants have distinct names, the same signature, and the same self-test."""
     names = [variant_name(manifest.target) for manifest in manifests]
     for number, manifest in enumerate(manifests):
         where = f"variants[{number}]"
