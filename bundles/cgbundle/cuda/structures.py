@@ -48,7 +48,7 @@ class Memcpy3D(ctypes.Structure):
 
 
 class LaunchAttributeValue(ctypes.Union):
-    """CUlaunchAttributeValue, which is CUkernelNodeAttrValue too: its members are one to three words, or a pair of bytes."""
+    """CUlaunchAttributeValue, also CUkernelNodeAttrValue: one to three words, or a pair of bytes."""
 
     _fields_ = (("pad", _Byte * 64), ("_aligned", ctypes.c_uint64))
 

@@ -62,8 +62,7 @@ class Archive:
         while True:
             self._folders[""] = open_directory(self.path)
             try:
-                self.text = self._read_manifest()
-                return
+                return self._read_manifest()
             except BundleError:
                 if not self.is_replaced():
                     raise
@@ -79,12 +78,11 @@ class Archive:
 
     def check_size(self, file: File) -> None:
         """Raises file-damaged unless the file exists, is a plain file, and has its length."""
-        if self._is_outer(file):
-            return
-        size = os.fstat(self.descriptor(file.path)).st_size
-        self.drop(file.path)
-        if size != file.bytes:
-            raise BundleError("file-damaged", f"{file.path}: {size} bytes, expected {file.bytes}")
+        if not self._is_outer(file):
+            size = os.fstat(self.descriptor(file.path)).st_size
+            self.drop(file.path)
+            if size != file.bytes:
+                raise BundleError("file-damaged", f"{file.path}: {size} bytes, expected {file.bytes}")
 
     def check_hash(self, file: File) -> None:
         """Raises file-damaged for another SHA-256 than the manifest's. Keeps the contents of files that are used as a whole."""
@@ -187,9 +185,7 @@ class Archive:
             while opened:
                 os.close(opened.popitem()[1])
 
-    # --- inside -----------------------------------------------------------------------------------------------
-
-    def _read_manifest(self) -> bytes:
+    def _read_manifest(self) -> None:
         try:
             descriptor = open_file(MANIFEST, self._folders[""])
         except BundleError as error:
@@ -201,7 +197,7 @@ class Archive:
         if status.st_size > limit:
             raise BundleError("manifest-invalid", f"{MANIFEST}: {status.st_size} bytes, more than the limit of {limit}")
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read(limit + 1)
+            self.text = file.read(limit + 1)
 
     def _is_outer(self, file: File) -> bool:
         """Whether the file is a kernel image that rank 0's bundle has too."""

@@ -30,17 +30,36 @@ def parse(data: bytes) -> Any:
         raise ValueError(f"more than the limit of {limits.JSON_VALUES} values")
     if depth(data) > limits.JSON_DEPTH:
         raise ValueError(f"nested too deeply: more than {limits.JSON_DEPTH} objects and lists inside each other")
-    limited = None if 0 < sys.get_int_max_str_digits() <= DIGITS else _whole
+
+    def reject(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not allowed")
+
+    def finite(digits: str) -> float:
+        number = float(digits)
+        return number if isfinite(number) else reject(digits[:40])
+
+    def limited(digits: str) -> int:
+        if len(digits) > DIGITS:
+            raise ValueError(f"Exceeds {DIGITS} digits")
+        return int(digits)
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) != len(pairs):
+            [(name, _)] = Counter([name for name, _ in pairs]).most_common(1)
+            raise ValueError(f"{name[:40]!r} occurs twice in an object")
+        return members
+
+    integer = None if 0 < sys.get_int_max_str_digits() <= DIGITS else limited
     try:
-        return json.loads(
-            str(data, "utf-8"), parse_constant=_reject, parse_float=_finite, parse_int=limited, object_pairs_hook=_distinct
-        )
+        text = str(data, "utf-8")
+        return json.loads(text, parse_constant=reject, parse_float=finite, parse_int=integer, object_pairs_hook=distinct)
     except UnicodeDecodeError as error:
         raise ValueError(f"not JSON: byte {error.start} is not UTF-8") from None
     except RecursionError:
         raise ValueError("the caller's stack leaves too little room to read it") from None
     except ValueError as error:
-        long = str(error).startswith("Exceeds")  # the advice that follows is not for whoever reads a bundle
+        long = str(error).startswith("Exceeds")  # what follows is advice for the programmer
         raise ValueError(f"not JSON: {f'a number of more than {DIGITS} digits' if long else error}") from None
 
 
@@ -49,35 +68,12 @@ def depth(data: bytes) -> int:
     parsing."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    left = data.translate(None, _OTHERS).replace(b'""', b"")  # texts without brackets vanish; which brackets lie in texts stays
-    if len(left) > 2 * limits.JSON_VALUES:
+    brackets = data.translate(None, _OTHERS).replace(b'""', b"")  # removes texts without brackets
+    if len(brackets) > 2 * limits.JSON_VALUES:
         return limits.JSON_VALUES + 1
-    if b'"' in left:
-        left = b"".join(left.split(b'"')[::2])
-    return max(accumulate(map(_STEPS.__getitem__, left)), default=0)
-
-
-def _reject(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not allowed")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    return number if isfinite(number) else _reject(digits[:40])
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        [(name, _)] = Counter([name for name, _ in pairs]).most_common(1)
-        raise ValueError(f"{name[:40]!r} occurs twice in an object")
-    return members
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > DIGITS:
-        raise ValueError(f"Exceeds {DIGITS} digits")
-    return int(digits)
+    if b'"' in brackets:
+        brackets = b"".join(brackets.split(b'"')[::2])
+    return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0)
 
 
 # --- numbers, names and texts of a manifest --------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import BundleError
 from . import json_text, limits, schema
@@ -102,7 +102,11 @@ def _record(kind: type) -> Decoder:
             raise expected(where, kind.__name__, value)
         prefix = f"{where}." if where else ""
         if not decoders.keys() - absent.keys() <= value.keys() <= decoders.keys():
-            _refuse_fields(value, decoders, absent, prefix)
+            if missing := sorted(decoders.keys() - value.keys() - absent.keys()):
+                raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
+            unknown = min(value.keys() - decoders.keys())
+            name = unknown[:40] if unknown.isidentifier() else repr(unknown[:40])
+            raise BundleError("manifest-invalid", f"{prefix}{name}: no such field in this format version")
         fields = {field: decoders[field](item, prefix + field) for field, item in value.items()}
         for field, item in fields.items():
             if field in absent and item == absent[field] and type(item) is type(absent[field]):
@@ -110,15 +114,6 @@ def _record(kind: type) -> Decoder:
         return kind(**fields)
 
     return decoder
-
-
-def _refuse_fields(value: dict[str, Any], decoders: dict[str, Decoder], absent: dict[str, Any], prefix: str) -> NoReturn:
-    missing = sorted(decoders.keys() - value.keys() - absent.keys())
-    if missing:
-        raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
-    unknown = min(value.keys() - decoders.keys())
-    field = unknown[:40] if unknown.isidentifier() else repr(unknown[:40])
-    raise BundleError("manifest-invalid", f"{prefix}{field}: no such field in this format version")
 
 
 def _annotation(text: str) -> Decoder:
@@ -145,10 +140,23 @@ def _one_of(names: tuple[str, ...]) -> Decoder:
     return decoder
 
 
-def _flag(value: Any, where: str) -> bool:
-    if type(value) is bool:
-        return value
-    raise expected(where, "bool", value)
+def _of_type(kind: type, name: str) -> Decoder:
+    def decoder(value: Any, where: str) -> Any:
+        if type(value) is kind:
+            return value
+        raise expected(where, name, value)
+
+    return decoder
+
+
+def _not_negative(decode: Decoder) -> Decoder:
+    def decoder(value: Any, where: str) -> Any:
+        number = decode(value, where)
+        if number >= 0:
+            return number
+        raise invalid(where, f"{number} is below 0")
+
+    return decoder
 
 
 def _number(value: Any, where: str) -> float:
@@ -159,20 +167,6 @@ def _number(value: Any, where: str) -> float:
     raise expected(where, "number", value)
 
 
-def _positive(value: Any, where: str) -> float:
-    number = _number(value, where)
-    if number >= 0:
-        return number
-    raise invalid(where, f"{number} is below 0")
-
-
-def _count(value: Any, where: str) -> int:
-    number = whole(value, where)
-    if number >= 0:
-        return number
-    raise invalid(where, f"{number} is below 0")
-
-
 def _digest(value: Any, where: str) -> str:
     digest = name(value, where)
     if is_sha256(digest):
@@ -180,14 +174,7 @@ def _digest(value: Any, where: str) -> str:
     raise invalid(where, "is no SHA-256 in lower-case hexadecimal")
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if type(value) is dict:
-        return value
-    raise expected(where, "an object", value)
-
-
 def _size(value: Any, where: str) -> Any:
-    """A schema.Size."""
     return _operand(value, where, 0, [limits.SIZE_OPERATORS])
 
 
@@ -206,11 +193,11 @@ def _operand(value: Any, where: str, depth: int, left: list[int]) -> Any:
     raise expected(where, "a size", value)
 
 
-def _axes(listed: Decoder) -> Decoder:
+def _axes(items: Decoder) -> Decoder:
     def decoder(value: Any, where: str) -> Any:
         if type(value) is list and len(value) > limits.AXES:
             raise invalid(where, f"{len(value)} axes, more than the limit of {limits.AXES}")
-        return listed(value, where)
+        return items(value, where)
 
     return decoder
 
@@ -246,19 +233,19 @@ def _fixed(items: tuple[Decoder, ...]) -> Decoder:
 
 _SCALARS: dict[str, Decoder] = {
     "int": whole,
-    "Position": _count,
-    "Bytes": _count,
+    "Position": _not_negative(whole),
+    "Bytes": _not_negative(whole),
     "str": text,
     "Name": name,
     "Dtype": _one_of(tuple(schema.DTYPES)),
     "Memory": _one_of(schema.MEMORIES),
     "Sha256": _digest,
-    "bool": _flag,
+    "bool": _of_type(bool, "bool"),
     "float": _number,
-    "Error": _positive,
+    "Error": _not_negative(_number),
     "IntKey": _numbers,
     "tuple[int, ...]": _numbers,
     "Shape": _axes(_numbers),
     "Sizes": _axes(_list(_size)),
-    "Tree": _object,  # `pytree.check` looks inside
+    "Tree": _of_type(dict, "an object"),  # `pytree.check` looks inside
 }

@@ -83,10 +83,9 @@ def open_entry(name: str, flags: int, folder: int) -> int:
     except OSError as error:
         if error.errno in FULL:
             raise
-        if error.errno == errno.ENOTDIR and _is_link(name, folder):
+        if error.errno == errno.ENOTDIR and stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             error.errno = errno.ELOOP
-        what = DAMAGE.get(error.errno or 0) or f"cannot be read: {error.strerror}"
-        raise BundleError("file-damaged", what) from None
+        raise BundleError("file-damaged", DAMAGE.get(error.errno or 0) or f"cannot be read: {error.strerror}") from None
 
 
 def _cached(name: str, folder: int) -> str:
@@ -95,10 +94,6 @@ def _cached(name: str, folder: int) -> str:
     up, between, digest = place.rpartition(BLOBS)
     known = between and up == "../" * (len(up) // 3) and len(digest) in (40, 64) and set(digest) <= set("0123456789abcdef")
     return place if known else ""
-
-
-def _is_link(name: str, folder: int) -> bool:
-    return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
 
 
 def pieces(descriptor: int, name: str, size: int) -> Iterator[bytes]:

@@ -3,6 +3,7 @@ per class. `dataclasses.fields`, `asdict`, `replace` and type checkers accept th
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ def _completed(plain: type) -> type:
         return f"{plain.__name__}({', '.join([f'{name}={getattr(self, name)!r}' for name in names])})"
 
     def __reduce__(self: Any) -> tuple[Any, ...]:
-        return _again, (type(self), {name: getattr(self, name) for name in names})
+        return partial(record_class, **{name: getattr(self, name) for name in names}), ()
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         raise AttributeError(f"{plain.__name__} is frozen: {name} cannot be set")
@@ -78,10 +79,6 @@ def _completed(plain: type) -> type:
     record_class = type(plain.__name__, plain.__bases__, body)
     setters = [(name, getattr(record_class, name).__set__) for name in names]
     return record_class
-
-
-def _again(kind: type, fields: dict[str, Any]) -> Any:
-    return kind(**fields)
 
 
 class _Fields:

@@ -61,7 +61,9 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     dtypes = {code: name for name, code in CODES.items()}
     about = plain.pop(METADATA, {})
     entries = {name: _entry(name, item, dtypes, 8 + length, where) for name, item in plain.items()}
-    for name, dtype in _pairs(about):
+    named = about if type(about) is dict else {}
+    pairs = [(name, dtype) for dtype in PAIRS if type(named.get(dtype)) is str for name in named[dtype].split("\n")]
+    for name, dtype in pairs:
         if name not in entries or (entries[name].dtype, entries[name].shape[-1:]) != (PAIRS[dtype], (2,)):
             raise invalid(where, f"tensor {name!r} is no {dtype}: a {PAIRS[dtype]} whose last axis has 2")
         entries[name] = replace(entries[name], dtype=dtype, shape=entries[name].shape[:-1])
@@ -76,12 +78,6 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     if end != size:
         raise invalid(where, f"the file has {size} bytes, its header promises {end}")
     return ordered
-
-
-def _pairs(about: Any) -> list[tuple[str, str]]:
-    """The (tensor, dtype) pairs in `__metadata__`, which may have other members."""
-    named = about if type(about) is dict else {}
-    return [(name, dtype) for dtype in PAIRS if type(named.get(dtype)) is str for name in named[dtype].split("\n")]
 
 
 def invalid(where: str, message: str) -> BundleError:
@@ -122,8 +118,7 @@ class Mapped:
         with open(file, "rb", closefd=not isinstance(file, int)) as opened:
             opened.seek(0)
             self.entries = read_header(opened, where)
-            access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
-            self._map = mmap.mmap(opened.fileno(), 0, access=access)
+            self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ)
         self._view = memoryview(self._map)
         self._base = _address(self._view)
 
@@ -163,7 +158,6 @@ class _PyBuffer(ctypes.Structure):
 def _address(view: memoryview) -> int:
     buffer = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    try:
-        return int(buffer.buf or 0)
-    finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    address = int(buffer.buf or 0)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address

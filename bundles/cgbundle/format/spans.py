@@ -48,8 +48,7 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 def layout(row: Value) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Equal for two values whose bytes have the same meaning: dtype, shape, and strides of axes longer than 1."""
-    axes = zip(row.shape, row.strides, strict=True)
-    return row.dtype, row.shape, () if 0 in row.shape else tuple([stride for size, stride in axes if size != 1])
+    return row.dtype, row.shape, tuple(moving(row.shape, row.strides))
 
 
 class Spans:

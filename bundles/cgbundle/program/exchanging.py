@@ -1,13 +1,10 @@
-"""What a backend has that exchanges data with other ranks: memory `peer`, and how it learns that a rank has waited in vain.
-
-Memory `peer` is one range of addresses in which every rank's part lies on its own device, and all ranks may write to all parts.  A
-part is memory of `cuMemCreate`, mapped into the range of every process.  In one process the range serves all devices.
-"""
+"""Backends that exchange data with other ranks through memory `peer`: one range of addresses, in which every rank's part
+(`cuMemCreate`) is on its own device and writable by all ranks. Every process maps all parts."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +20,18 @@ from ..format.schema import World
 from ..gpu.backend import CudaBackend
 from ..tables.collectives import exchanges, params
 from ..tables.table import Table
-from ..validate.memories import GRANULARITY
+from ..validate.manifest import GRANULARITY
 
 if TYPE_CHECKING:
-    from ..call.fast_path import Caller
-    from ..weights.update import Contents, OpenFile
+    from ..call.outputs import Caller
 
 SECOND = 10**9
 
 
 class ExchangingBackend(CudaBackend):
-    """A backend over several GPUs, or of one rank of them.
-
-    Subclasses set, before they call `CudaBackend.__init__`, what is here: `_world`, the manifest's row; `_timeout` in seconds;
-    `_base`, where memory peer lies; `_words`, pinned memory with a status for each rank; `_outside`, what outlives the backend.
-    """
+    """A backend over several GPUs, or of one rank. Subclasses set these attributes before `CudaBackend.__init__`: `_world`,
+    `_timeout` in seconds, `_base` of memory peer, `_words` (pinned memory with a status per rank), `_outside` (cleanup after the
+    backend's)."""
 
     _world: World
     _timeout: float
@@ -48,13 +42,13 @@ class ExchangingBackend(CudaBackend):
     """What went wrong, from which on no call is right."""
 
     def _begin_statuses(self, context: Context, outside: ExitStack) -> None:
-        """The context is current."""
+        """Needs a current context."""
         self._words = memory.allocate_pinned(4 * self._world.size, "statuses of the ranks")
         outside.callback(within, context, "cuMemFreeHost", self._words)
         ctypes.memset(self._words, 0, 4 * self._world.size)
 
     def _part(self, rank: int) -> int:
-        """Where a rank's part of memory peer begins."""
+        """The address of a rank's part of memory peer."""
         return self._base + rank * self._world.stride
 
     def begin(self, stream: int | None) -> Any:
@@ -68,7 +62,7 @@ class ExchangingBackend(CudaBackend):
         return handle
 
     def fast_path(self, program: int, caller: Caller) -> Callable[..., Any]:
-        """By way of `run`, which begins with a look at the other ranks."""
+        """Uses `run`, which first checks the other ranks."""
 
         def replayed(addresses: list[int], views: Sequence[Any], stream: Any) -> Any:
             for view in views:
@@ -82,13 +76,12 @@ class ExchangingBackend(CudaBackend):
         return lambda addresses, views: during(self, caller.stream(device), lambda stream: replayed(addresses, views, stream))
 
     def _note(self, rank: int, stream: Any) -> None:
-        """Copies a rank's status to where this process reads it, in the order of its stream."""
+        """Copies a rank's status to this process, in stream order."""
         memory.copy(self._words + 4 * rank, self._part(rank) + self._world.status, 4, stream, target_on_device=False)
 
     def _check_ranks(self) -> None:
-        """Raises rank-timeout where a rank has waited for another one in vain."""
-        words = (ctypes.c_uint32 * self._world.size).from_address(self._words)
-        for rank, word in enumerate(words):
+        """Raises rank-timeout if a rank has waited for another one in vain."""
+        for rank, word in enumerate((ctypes.c_uint32 * self._world.size).from_address(self._words)):
             if word:
                 text = f"{self._place(rank)} has waited {self._timeout:g} s for rank {word - 1} in vain"
                 self._failed = MachineError("rank-timeout", text)
@@ -100,17 +93,11 @@ class ExchangingBackend(CudaBackend):
     def session(self) -> CudaBackend:
         raise refused("sessions: the ranks exchange data through one memory")
 
-    def update(
-        self,
-        contents: Mapping[int, Contents],
-        sessions: Sequence[CudaBackend],
-        files: Sequence[OpenFile],
-        ready: Callable[[], None],
-    ) -> None:
+    def update(self, *arguments: Any) -> None:
         raise refused("other weights in place: each rank has its own")
 
     def close(self) -> None:
-        """As `CudaBackend.close`; the memory that ranks share goes last."""
+        """As `CudaBackend.close`; the memory that ranks share is freed last."""
         if self._context.inherited:
             return
         if self._lock.close():
@@ -119,8 +106,8 @@ class ExchangingBackend(CudaBackend):
 
 
 def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
-    """Raises wrong-machine unless all blocks of each exchange fit on the backend's GPU at once, where `ranks` of the model are:
-    they wait for each other.  The bundle is open, and the context current."""
+    """Raises wrong-machine unless all blocks of each exchange, of `ranks` ranks, run on the backend's GPU at once: they wait for
+    each other. Needs a current context."""
     world = bundle.manifest.world
     assert world is not None
     files = {step.file for program in all_programs(bundle.manifest) for step in program.steps if step.file}
@@ -133,11 +120,10 @@ def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
         function = backend._shared._modules.function(image, symbol, params(world.size), ())
         fit = count * int(call("cuOccupancyMaxActiveBlocks", function, threads, 0))
         if blocks * ranks > fit:
-            raise MachineError(
-                "wrong-machine",
-                f"device {context.index} ({context.name}) runs {fit} blocks of {symbol} at once, {ranks} x {blocks} wait together",
-                "take larger GPUs, or one for each rank",
+            text = (
+                f"device {context.index} ({context.name}) runs {fit} blocks of {symbol} at once, {ranks} x {blocks} wait together"
             )
+            raise MachineError("wrong-machine", text, "take larger GPUs, or one for each rank")
 
 
 def refused(what: str) -> CallError:
@@ -148,7 +134,7 @@ def refused(what: str) -> CallError:
 
 
 def create_part(world: World, context: Context, cleanup: ExitStack, *, shared: bool = False) -> int:
-    """The handle of a rank's part, on the context's device.  `shared`: other processes get it, too.  Raises OutOfMemory."""
+    """The handle of a rank's part. `shared`: exportable to other processes. Raises OutOfMemory."""
     prop = AllocationProp()
     prop.type, prop.location.type, prop.location.id = MEM_PINNED, MEM_DEVICE, context.device
     prop.requestedHandleTypes = MEM_FILE_DESCRIPTOR if shared else 0
@@ -162,7 +148,7 @@ def create_part(world: World, context: Context, cleanup: ExitStack, *, shared: b
 
 
 def export_part(handle: int) -> int:
-    """A file descriptor for a shared part, the caller's to close."""
+    """A file descriptor for a shared part, which the caller closes."""
     return int(call("cuMemExportToShareableHandle", handle, MEM_FILE_DESCRIPTOR, 0))
 
 
@@ -174,7 +160,7 @@ def import_part(descriptor: int, context: Context, cleanup: ExitStack) -> int:
 
 
 def reserve(world: World, context: Context, cleanup: ExitStack) -> int:
-    """Addresses for memory peer, nothing behind them yet."""
+    """Reserves addresses for memory peer."""
     size = world.stride * world.size
     base = int(call("cuMemAddressReserve", size, GRANULARITY, 0, 0))
     cleanup.callback(within, context, "cuMemAddressFree", base, size)
@@ -182,8 +168,7 @@ def reserve(world: World, context: Context, cleanup: ExitStack) -> int:
 
 
 def map_part(world: World, at: int, handle: int, contexts: Iterable[Context], cleanup: ExitStack) -> None:
-    """Puts a part at an address, and lets the devices of `contexts` write to it.  The context of one of them is current.  Raises
-    wrong-machine for one that cannot."""
+    """Maps a part, writable by the devices of `contexts`, one of which is current. Raises wrong-machine."""
     size, users = world.stride, {context.device: context for context in contexts}
     call("cuMemMap", at, size, 0, handle, 0)
     cleanup.callback(within, next(iter(users.values())), "cuMemUnmap", at, size)
@@ -191,16 +176,13 @@ def map_part(world: World, at: int, handle: int, contexts: Iterable[Context], cl
         access = AccessDesc()
         access.location.type, access.location.id, access.flags = MEM_DEVICE, device, MEM_ACCESS_READ_WRITE
         if cu.cuMemSetAccess(at, size, access, 1):
-            raise MachineError(
-                "wrong-machine",
-                f"device {context.index} cannot write to the memory of another rank's device",
-                "the GPUs of a model have to reach each other, by NVLink or PCIe: `nvidia-smi topo -p2p w` shows which do",
-            )
+            text = f"device {context.index} cannot write to the memory of another rank's device"
+            hint = "the GPUs of a model have to reach each other, by NVLink or PCIe: `nvidia-smi topo -p2p w` shows which do"
+            raise MachineError("wrong-machine", text, hint)
 
 
 def begin_part(world: World, at: int, limit: int, stream: Any) -> None:
-    """Fills a rank's part with zeros, but for the nanoseconds that its kernels wait; done when this returns.  The context of its
-    device is current."""
+    """Fills a rank's part with zeros and its time limit in nanoseconds, and waits. Needs a current context."""
     memory.fill(at, world.stride, 0, stream)
     number = ctypes.c_uint64(limit)
     memory.copy(at + world.limit, ctypes.addressof(number), 8, stream, source_on_device=False)
@@ -208,6 +190,6 @@ def begin_part(world: World, at: int, limit: int, stream: Any) -> None:
 
 
 def within(context: Context, name: str, *arguments: Any) -> None:
-    """A function of the driver that gives something back, where the context is current."""
+    """Calls a cleanup function of the driver with the context current."""
     with context:
         call(name, *arguments)

@@ -1,9 +1,6 @@
-"""How the processes of a model's ranks find each other: a Unix socket, over which handles of memory pass as file descriptors.
-
-Rank 0 listens at a path, the others connect.  Each says which rank of which bundle it is, and gives the descriptor of its part of
-memory peer; when all have come, each gets the descriptors of all, and of a board that they share: a page of memory in which every
-rank writes down what it calls.  The socket is gone then.
-"""
+"""Connects the processes of a model's ranks over a Unix socket, which passes memory handles as file descriptors. Rank 0 listens,
+the others connect, and each sends its rank, its bundle's hash, and the descriptor of its part of memory peer. Then each gets all
+descriptors, and a shared page of memory where ranks record their calls."""
 
 from __future__ import annotations
 
@@ -19,19 +16,14 @@ from typing import Any, NamedTuple
 
 from ..errors import CallError, MachineError
 
-LONGEST, PAUSE = 4096, 0.02
-"""Bytes of a message, and seconds between two tries to connect."""
-
-SLOTS = 4096
-"""Calls that a rank may be ahead of another one: those of further ones are not compared."""
-
+LONGEST, PAUSE = 4096, 0.02  # bytes of a message, seconds between attempts to connect
+SLOTS = 4096  # calls that a rank may be ahead of another; calls further apart are not compared
 _WORD = Struct("<Q")
-_NUMBER = 16
-"""Bits of a word below the number of a call: its program."""
+_NUMBER = 16  # bits of the program, below the number of the call
 
 
 class Met(NamedTuple):
-    """`parts`: a file descriptor for each rank's part of memory peer, the own one among them; `seed` is the same for all."""
+    """`parts`: a file descriptor for each rank's part of memory peer; `seed` is equal for all."""
 
     parts: Sequence[int]
     board: Board
@@ -39,43 +31,33 @@ class Met(NamedTuple):
 
 
 class Board:
-    """What the ranks of a model have called: for each a ring of words, the number of a call and its program.
-
-    A rank that calls another program than the others would wait for data that never comes, or take other data for it.
-    """
+    """The calls of the ranks: for each a ring of words (number of the call, program). A rank that calls another program than the
+    others would wait for data that never comes, or read wrong data."""
 
     def __init__(self, descriptor: int, rank: int, size: int) -> None:
         self._memory, self._rank, self._size = mmap.mmap(descriptor, board_bytes(size)), rank, size
         self._calls, self._checked = 0, 0
 
     def call(self, program: int) -> None:
-        """Writes down that this rank calls a program."""
         self._calls += 1
-        self._put(self._calls, program)
+        _WORD.pack_into(self._memory, self._at(self._rank, self._calls), self._calls << _NUMBER | program)
 
     def check(self) -> None:
-        """Raises ranks-unlike where another rank has called something else than this one, as far as it has called."""
+        """Raises ranks-unlike if another rank called another program, for the calls so far."""
         while self._checked < self._calls:
             number = self._checked + 1
-            mine_word = self._word(self._rank, number)
-            for rank in range(self._size):
-                word = self._word(rank, number)
+            words = [int(_WORD.unpack_from(self._memory, self._at(rank, number))[0]) for rank in range(self._size)]
+            for rank, word in enumerate(words):
                 if word >> _NUMBER < number:
                     return  # it has not come so far
-                if word >> _NUMBER == number and word != mine_word:
-                    mine, other = [number_and_program & ((1 << _NUMBER) - 1) for number_and_program in (mine_word, word)]
+                if word >> _NUMBER == number and word != words[self._rank]:
+                    mine, other = [row & ((1 << _NUMBER) - 1) for row in (words[self._rank], word)]
                     text = f"call {number}: rank {self._rank} calls program {mine}, and rank {rank} program {other}"
                     raise CallError("ranks-unlike", text)
             self._checked = number
 
     def close(self) -> None:
         self._memory.close()
-
-    def _put(self, number: int, program: int) -> None:
-        _WORD.pack_into(self._memory, self._at(self._rank, number), number << _NUMBER | program)
-
-    def _word(self, rank: int, number: int) -> int:
-        return int(_WORD.unpack_from(self._memory, self._at(rank, number))[0])
 
     def _at(self, rank: int, number: int) -> int:
         return 8 * (rank * SLOTS + number % SLOTS)
@@ -86,17 +68,28 @@ def board_bytes(size: int) -> int:
 
 
 def meet(path: str, rank: int, size: int, bundle: str, part: int, timeout: float) -> Met:
-    """Waits for the processes of all ranks at `path`.  `bundle`: what all have to have loaded, as a hash; `part`: the descriptor of
-    this rank's part.  The caller closes the descriptors, and the board.
-
-    Raises rank-timeout where not all have come after so many seconds, ranks-unlike for another bundle or a rank that comes twice.
-    """
-    until = time.monotonic() + timeout
-    claim = {"rank": rank, "size": size, "bundle": bundle}
-    return _host(path, claim, part, until, timeout) if not rank else _join(path, claim, part, until, timeout)
+    """Waits for all ranks at `path`. `bundle`: a hash that all have to share; `part`: this rank's descriptor. The caller closes
+    descriptors and board. Raises rank-timeout after `timeout` seconds, ranks-unlike for another bundle or a repeated rank."""
+    claim, clock = {"rank": rank, "size": size, "bundle": bundle}, _Clock(timeout)
+    return _host(path, claim, part, clock) if not rank else _join(path, claim, part, clock)
 
 
-def _host(path: str, claim: Mapping[str, Any], part: int, until: float, timeout: float) -> Met:
+class _Clock:
+    """The time that is left to wait for other ranks."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._end = seconds, time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+    def late(self, missing: Sequence[int]) -> MachineError:
+        who = ", ".join(map(str, missing))
+        return MachineError("rank-timeout", f"rank {who} did not connect within {self.seconds:g} s, or has disconnected")
+
+
+def _host(path: str, claim: Mapping[str, Any], part: int, clock: _Clock) -> Met:
     size: int = claim["size"]
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -105,8 +98,12 @@ def _host(path: str, claim: Mapping[str, Any], part: int, until: float, timeout:
         descriptors, others = {0: part}, dict[int, socket.socket]()
         while len(descriptors) < size:
             missing = [number for number in range(size) if number not in descriptors]
-            connection = stack.enter_context(_accepted(listener, until, missing, timeout))
-            message, received = _received(connection, until, missing, timeout)
+            listener.settimeout(max(0.001, clock.left))
+            try:
+                connection = stack.enter_context(listener.accept()[0])
+            except TimeoutError:
+                raise clock.late(missing) from None
+            message, received = _received(connection, clock, missing)
             stack.callback(_close_all, received)
             reason = _reason(claim, message, descriptors) if len(received) == 1 else "it sent no memory"
             if reason:
@@ -123,12 +120,21 @@ def _host(path: str, claim: Mapping[str, Any], part: int, until: float, timeout:
         return Met([os.dup(descriptor) for descriptor in ordered], Board(page, 0, size), seed)
 
 
-def _join(path: str, claim: Mapping[str, Any], part: int, until: float, timeout: float) -> Met:
+def _join(path: str, claim: Mapping[str, Any], part: int, clock: _Clock) -> Met:
     rank, size = claim["rank"], claim["size"]
     with ExitStack() as stack:
-        connection = stack.enter_context(_connected(path, until, timeout))
+        while True:
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            try:
+                connection.connect(path)
+                break
+            except OSError:
+                connection.close()
+                if clock.left < 0:
+                    raise clock.late([0]) from None
+                time.sleep(PAUSE)
         _send(connection, claim, [part])
-        message, received = _received(connection, until, [0], timeout)
+        message, received = _received(connection, clock, [0])
         if "error" in message or len(received) != size + 1:
             _close_all(received)
             raise CallError("ranks-unlike", f"{path}: rank 0 says: {message.get('error', 'nothing')}")
@@ -138,7 +144,7 @@ def _join(path: str, claim: Mapping[str, Any], part: int, until: float, timeout:
 
 
 def _reason(claim: Mapping[str, Any], message: Mapping[str, Any], known: Mapping[int, int]) -> str:
-    """Why a process cannot take part, or ""."""
+    """Why a process is refused, or ""."""
     rank = message.get("rank")
     if message.get("bundle") != claim["bundle"]:
         return f"rank {rank} has loaded another bundle than rank 0"
@@ -148,7 +154,7 @@ def _reason(claim: Mapping[str, Any], message: Mapping[str, Any], known: Mapping
 
 
 def _listen(listener: socket.socket, path: str) -> None:
-    """Listens at a path; a socket that a process left there which is gone is removed."""
+    """Listens at a path, and removes a socket that a dead process left there."""
     try:
         listener.bind(path)
     except OSError:
@@ -163,51 +169,24 @@ def _listen(listener: socket.socket, path: str) -> None:
     listener.listen()
 
 
-def _accepted(listener: socket.socket, until: float, missing: Sequence[int], timeout: float) -> socket.socket:
-    listener.settimeout(max(0.001, until - time.monotonic()))
-    try:
-        return listener.accept()[0]
-    except TimeoutError:
-        raise _late(missing, timeout) from None
-
-
-def _connected(path: str, until: float, timeout: float) -> socket.socket:
-    while True:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(path)
-        except OSError:
-            connection.close()
-            if time.monotonic() > until:
-                raise _late([0], timeout) from None
-            time.sleep(PAUSE)
-            continue
-        return connection
-
-
 def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
     with suppress(OSError):  # of one that is gone the other side tells by the time that it takes
         socket.send_fds(connection, [json.dumps(message).encode()], list(descriptors))
 
 
-def _received(connection: socket.socket, until: float, missing: Sequence[int], timeout: float) -> tuple[dict[str, Any], list[int]]:
-    connection.settimeout(max(0.001, until - time.monotonic()))
+def _received(connection: socket.socket, clock: _Clock, missing: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
+    connection.settimeout(max(0.001, clock.left))
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 16)
     except OSError:
-        raise _late(missing, timeout) from None
+        data = b""
     if not data:
-        raise _late(missing, timeout)
+        raise clock.late(missing)
     try:
         message = json.loads(data)
     except ValueError:
         message = None
     return message if isinstance(message, dict) else {}, list(descriptors)
-
-
-def _late(missing: Sequence[int], timeout: float) -> MachineError:
-    who = ", ".join(map(str, missing))
-    return MachineError("rank-timeout", f"rank {who} did not connect within {timeout:g} s, or has disconnected")
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

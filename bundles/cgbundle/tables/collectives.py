@@ -1,7 +1,5 @@
-"""The launches of a recording that exchange data between the ranks of a model: those of kernels that take memory `peer`.
-
-All ranks have to launch the same ones in the same order: a kernel waits for its like on every other rank.
-"""
+"""Launches that exchange data between ranks: kernels that take memory `peer`. All ranks have the same ones in the same order,
+because each waits for its match on the other ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +14,14 @@ from .table import KERNEL, Table
 PEER = MEMORIES.index("peer")
 
 INPUT, OUTPUT, FIRST_PEER = 0, 8, 16
-"""Offsets in the parameter block of such a kernel: the addresses of the input and the output, and of the ranks' parts in memory
-`peer`, in their order."""
+"""Offsets in the parameter block: addresses of input and output, then of each rank's part of memory `peer`."""
 
 _REST = Struct("<QIII")
-"""Behind these: the bytes from what is sent to one rank to what is sent to the next, how many pieces each gets, the own rank, and
-as bits the ranks that send."""
+"""After these: bytes between the data for two ranks, number of pieces for each, own rank, and the sending ranks as bits."""
 
 
 class Exchange(NamedTuple):
-    """A launch, as far as it has to be the same on every rank.  `grid` and `threads` along x."""
+    """The part of a launch that is the same on every rank. `grid` and `threads` along x."""
 
     image: str
     symbol: str
@@ -37,13 +33,13 @@ class Exchange(NamedTuple):
 
 
 def params(world: int) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of the parameters of such a kernel for so many ranks."""
+    """(offset, size) of the kernel's parameters for `world` ranks."""
     places = [(8 * place, 8) for place in range(world + 3)]
     return tuple(places + [(8 * (world + 3) + 4 * place, 4) for place in range(3)])
 
 
 def packed(world: int, stride: int, pieces: int, rank: int, senders: int) -> bytes:
-    """A parameter block, zeros where addresses go."""
+    """A parameter block with zeros for addresses."""
     return bytes(FIRST_PEER + 8 * world) + _REST.pack(stride, pieces, rank, senders)
 
 
@@ -54,11 +50,8 @@ def unpacked(world: int, block: bytes) -> tuple[int, int, int, int]:
 
 
 def exchanges(table: Table, world: World | None) -> list[Exchange]:
-    """The launches of a sound table, in order; [] without memory peer.
-
-    Raises table-invalid unless each takes every rank's part of memory peer, and says its own rank; and unless the nodes of a table
-    with such launches run one after the other, none of these in a branch or a loop.
-    """
+    """The exchanges of a checked table, in order. Raises table-invalid unless each takes every rank's part and has its own rank, no
+    branch or loop contains one, and the nodes of a table with exchanges run in sequence."""
     if PEER not in bytes(table.relocation_memory):
         return []
     bounds, launches, kernel = table.relocation_bounds.tolist(), [], -1

@@ -13,7 +13,7 @@ from .tensor import Tensor
 
 
 class Numpy(Library):
-    """Tensors of NumPy.  bfloat16 and float8 arrays are those of the `ml_dtypes` package."""
+    """Arrays of NumPy; bfloat16 and float8 are those of `ml_dtypes`."""
 
     name = "numpy"
 

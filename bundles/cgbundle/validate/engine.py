@@ -1,4 +1,4 @@
-"""Every invariant of a bundle of an engine's graphs: their keys, the tensors that they are replayed over, their recordings."""
+"""Invariants of a bundle of an engine's graphs: keys, tensors, recordings."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from . import require
 if TYPE_CHECKING:
     from ..tables.table import Table
 
-LARGEST_ALIGNMENT = 256
-"""torch's allocator aligns to 512; no kernel is known to want more than this."""
-
+LARGEST_ALIGNMENT = 256  # torch's allocator aligns to 512; no kernel is known to need more than this
 USED = tuple([MEMORIES.index(name) for name in ("weights", "inputs", "arena")])
-"""Memories that such recordings refer to: tables of libraries, the engine's tensors, and what only the graphs use."""
+"""Memories of such recordings: tables of libraries, the engine's tensors, temporaries of the graphs."""
 
 
 def check_engine(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless the engine's graphs and tensors are sound, and nothing else is in the bundle."""
+    """Raises manifest-invalid unless the engine's graphs and tensors are valid, and the bundle has nothing else."""
     engine = manifest.engine
     assert engine is not None  # whoever calls this has looked
     require(manifest.target.kind == "cuda", "target.kind", "an engine's graphs are for a GPU")
@@ -69,7 +67,7 @@ def _check_tensors(engine: Engine, arena: int) -> None:
 
 
 def span_of_tensor(engine: Engine, tensor: EngineTensor) -> int | None:
-    """The position of the span that holds all of a tensor of memory inputs."""
+    """The position of the span that contains a tensor of memory inputs."""
     position = bisect_right(engine.spans, tensor.offset, key=lambda row: row.offset) - 1
     if position < 0:
         return None
@@ -78,7 +76,7 @@ def span_of_tensor(engine: Engine, tensor: EngineTensor) -> int | None:
 
 
 def check_engine_tables(bundle: Archive) -> None:
-    """Raises table-invalid or relocation-invalid unless every recording and the module states are sound."""
+    """Raises table-invalid or relocation-invalid unless all recordings and the module states are valid."""
     assert bundle.manifest.engine is not None
     images = kernel_images(bundle.manifest)
     for position in range(len(bundle.manifest.engine.graphs)):
@@ -87,8 +85,7 @@ def check_engine_tables(bundle: Archive) -> None:
 
 
 def checked_table(bundle: Archive, position: int, images: Set[str]) -> Table:
-    """The recording of the engine's graph at `position`; `images` are those of the bundle.  Raises table-invalid or
-    relocation-invalid unless it is sound."""
+    """The checked recording of graph `position`; `images`: the bundle's. Raises table-invalid or relocation-invalid."""
     from ..tables.table import Table
     from .recordings import check_recording
 
@@ -106,24 +103,17 @@ def checked_table(bundle: Archive, position: int, images: Set[str]) -> Table:
 
 
 def check_engine_states(bundle: Archive) -> None:
-    """Raises table-invalid or relocation-invalid unless what the kernels' variables hold is sound."""
-    manifest = bundle.manifest
-    if not manifest.module_state:
-        return
-    from ..tables.module_state import decode_states
-    from .recordings import check_module_states
+    """Raises table-invalid or relocation-invalid unless the module states are valid."""
+    from .recordings import check_states
 
-    states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
-    check_module_states(states, manifest.module_state, graph_memories(manifest.memories), kernel_images(manifest))
-    for memory in sorted({row.target.memory for state in states for row in state.relocations} - {USED[0]}):
-        text = f"{manifest.module_state}: a variable points at memory {MEMORIES[memory]}, which moves with the engine's tensors"
+    for memory in sorted(check_states(bundle) - {"weights"}):
+        text = f"{bundle.manifest.module_state}: a variable points at memory {memory}, which moves with the engine's tensors"
         raise BundleError("table-invalid", text)
 
 
 # --- the keys of graphs, as text in a manifest: JSON of a number, a text, or a list of these for a tuple ---------------
 
 Key = int | str | tuple[int | str, ...]
-"""What an engine may call its graphs."""
 
 
 def is_key(value: Any) -> bool:
@@ -134,12 +124,11 @@ def is_key(value: Any) -> bool:
 
 
 def encode_key(key: Key) -> str:
-    """The text of a key, for which `is_key` holds."""
     return json.dumps(list(key) if isinstance(key, tuple) else key, separators=(",", ":"))
 
 
 def decode_key(text: str, where: str) -> Key:
-    """The key.  Raises manifest-invalid, naming `where`, for any text that `encode_key` does not make."""
+    """The key of a text. Raises manifest-invalid for text that `encode_key` does not produce."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,9 +1,5 @@
-"""What a shared object says that it was built for: rows of the bundle, behind the ELF object.
-
-AOTInductor's objects tell the names, dtypes and sizes of their constants, and how many inputs and outputs there are.  They tell no
-shape, and read and write as they were compiled: rows that say otherwise would send them past the caller's memory.  So the build
-leaves the rows that it compiled for behind the object, where the dynamic loader does not look, and readers compare.
-"""
+"""The rows of the bundle that a shared object was compiled for, appended behind the ELF object and compared by readers.
+AOTInductor's objects do not tell the shapes that they were compiled for; with other rows they would access memory out of bounds."""
 
 from __future__ import annotations
 
@@ -21,21 +17,19 @@ MAGIC = b"cgb-rows"
 """The last bytes of the file; before them the length of the rows in 8 bytes, and before that the rows."""
 
 SIGNATURE = ("name", "dimensions", "inputs", "mutated_inputs", "outputs", "aliases", "call", "parameters", "result")
-"""What says how the code of a whole model is called, beside its values: fields of the entry."""
+"""Fields of the entry that the code of a whole model depends on, beside its values."""
 
-CONTENTS = ("zeros",)
-"""Fields of rows that say what is in memory, on which code does not depend."""
-
+CONTENTS = ("zeros",)  # fields about the contents of memory, on which code does not depend
 _WEIGHT, _VALUE = [attrgetter(*[name for name in members(record) if name not in CONTENTS]) for record in (Weight, Value)]
 
 
 def _owner(manifest: Manifest, region: int) -> EntrySpec:
-    """The entry whose programs run host region number `region`; the first where none does."""
+    """The entry that runs a host region; the first if none does."""
     return next((entry for entry in manifest.entries if region in host_regions(entry)), manifest.entries[0])
 
 
 def described(manifest: Manifest, region: int) -> bytes:
-    """The rows that the code of host region number `region` depends on, as canonical JSON."""
+    """The rows that the code of a host region depends on, as canonical JSON."""
     row, entry = manifest.regions[region], _owner(manifest, region)
     steps = [(program, step) for program in entry.programs for step in program.steps if step.kind == "host"]
     plain: dict[str, Any] = {
@@ -53,8 +47,7 @@ def described(manifest: Manifest, region: int) -> bytes:
 
 
 def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Writes the rows behind every shared object of the bundle in `folder`, in place of what is there.  Its files must be described
-    anew."""
+    """Writes the rows behind every shared object of the bundle in `folder`, replacing earlier ones. The files' hashes change."""
     for index, region in enumerate(manifest.regions):
         if region.file:
             text = described(manifest, index)
@@ -67,7 +60,7 @@ def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 def read(data: bytes) -> bytes | None:
-    """The rows behind a shared object, of all its bytes; None where there are none."""
+    """The rows behind a shared object, or None."""
     end = len(data) - len(MAGIC) - 8
     length = int.from_bytes(data[-len(MAGIC) - 8 : -len(MAGIC)], "little")
     if not data.endswith(MAGIC) or end < length:
@@ -76,7 +69,7 @@ def read(data: bytes) -> bytes | None:
 
 
 def difference(actual: bytes, expected: bytes) -> str:
-    """The first field that differs between two texts of `described`; "" where one of them is none."""
+    """The first field that differs between two results of `described`; "" if one is invalid."""
     try:
         here, there = parse(actual), parse(expected)
         return str(next(name for name in sorted(there) if here.get(name) != there[name]))
@@ -85,7 +78,6 @@ def difference(actual: bytes, expected: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A record as the list of its fields."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if is_record(value):

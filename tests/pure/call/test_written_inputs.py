@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle import self_test
-from cgbundle.call.mutated_inputs import apart, folds, reach, shared
+from cgbundle.call.aliasing import apart, folds, reach, shared
 from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.schema import DTYPES, Alias
-from cgbundle.tensors.dlpack import cast
 from cgbundle.tensors.library import library_of
 from cgbundle.tensors.numbers import decode, encoded, is_safe
-from cgbundle.tensors.tensor import Tensor, from_bytes
+from cgbundle.tensors.tensor import Tensor, cast, from_bytes
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
