@@ -123,31 +123,14 @@ class ExclusiveLock(Lock):
         """Raises SessionBusy, and ProgramClosed while the session is being closed. After any other exception the lock may be
         held."""
         if not self.inner.acquire(blocking=False):
-            self._take_after_update()
+            with self._updates:
+                if not self.inner.acquire(blocking=False):
+                    if self._ending:
+                        raise closed(self.name)
+                    holder = next((thread.name for thread in enumerate() if thread.ident == self._holder), "another")
+                    text = f"is in use by thread {holder!r}, and thread {current_thread().name!r} used it meanwhile"
+                    raise SessionBusy("session-busy", f"a session of program {self.name!r} {text}")
         self._holder = get_ident()
-
-    def _take_after_update(self) -> None:
-        with self._updates:
-            if self.inner.acquire(blocking=False):
-                return
-            if self._ending:
-                raise closed(self.name)
-            holder = next((thread.name for thread in enumerate() if thread.ident == self._holder), "another")
-            raise SessionBusy(
-                "session-busy",
-                f"a session of program {self.name!r} is in use by thread {holder!r}, and thread {current_thread().name!r} used it "
-                "meanwhile",
-            )
-
-
-def during(backend: Backend, stream: int | None, body: Callable[[Any], Result]) -> Result:
-    """Runs `body` with the result of `begin`, in a turn of the backend on `stream`."""
-    with backend.turn:
-        handle = backend.begin(stream)
-        try:
-            return body(handle)
-        finally:
-            backend.end(handle)
 
 
 @contextmanager
@@ -157,5 +140,15 @@ def locked(backend: Backend, stream: int | None) -> Iterator[Any]:
         handle = backend.begin(stream)
         try:
             yield handle
+        finally:
+            backend.end(handle)
+
+
+def during(backend: Backend, stream: int | None, body: Callable[[Any], Result]) -> Result:
+    """Runs `body` with the result of `begin`, in a turn of the backend on `stream`. Not `locked`: an interrupt may leave that."""
+    with backend.turn:
+        handle = backend.begin(stream)
+        try:
+            return body(handle)
         finally:
             backend.end(handle)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof
 from threading import RLock, get_ident
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..call.forks import forked
 from ..call.locks import INSIDE, ExclusiveLock, Lock, Turn, closed, locked
@@ -19,7 +19,7 @@ from ..format.file_names import WEIGHTS, all_programs
 from ..format.schema import STATE, Target
 from ..format.spans import span
 from ..validate.contents import SHARED_OBJECT, check_elf
-from ..weights.host import HostWeights, InitialState, anonymous
+from ..weights.host import HostWeights, InitialState, anonymous, host_room, resized
 from . import libtorch
 from .host_region import INSTANCES, HostRegion, OutputLayouts, RegionOutputs, layout_of, open_region
 from .machine import HINT, check_features, free_memory, memory_of_quota
@@ -31,26 +31,25 @@ if TYPE_CHECKING:
     from ..weights.update import Contents, OpenFile
 
 
+Run = tuple[Callable[..., None], int, OutputLayouts, deque[RegionOutputs]]
+"""The run of a program's region, the number and layouts of its outputs, and released outputs for reuse."""
+
+
+class BoundPrograms(NamedTuple):
+    """A session's programs over one version of the weights; a call uses those that were current when it began. `runs`: one per
+    program. Freed with the last call."""
+
+    runs: list[Run]
+    regions: list[HostRegion]
+    weights: HostWeights
+
+
 def check_machine(target: Target) -> None:
     """Raises wrong-machine unless this processor has the features that the code uses."""
     machine = os.uname().machine
     if machine != target.arch:
         raise MachineError("wrong-machine", f"the bundle is for {target.arch} processors, this machine is {machine}")
     check_features(target.features, HINT)
-
-
-Run = tuple[Callable[..., None], int, OutputLayouts, deque[RegionOutputs]]
-"""The run of a program's region, the number and layouts of its outputs, and released outputs for reuse."""
-
-
-class BoundPrograms:
-    """A session's programs over one version of the weights; a call uses those that were current when it began. `runs`: one per
-    program. Freed with the last call."""
-
-    __slots__ = ("regions", "runs", "weights")
-
-    def __init__(self, runs: list[Run], regions: list[HostRegion], weights: HostWeights) -> None:
-        self.runs, self.regions, self.weights = runs, regions, weights
 
 
 KEPT = 0.25
@@ -66,18 +65,16 @@ class HostBundle:
     the model returns: these pages become private to the process. Hold `updating` to change weights or to create a session."""
 
     def __init__(self, bundle: Archive, threads: int | None, rows: Mapping[str, int]) -> None:
-        manifest = bundle.manifest
-        check_machine(manifest.target)
+        manifest, target = bundle.manifest, bundle.manifest.target
+        check_machine(target)
         if manifest.state_dimensions:
-            from ..weights.state_rows import host_room, resized  # few bundles have any
-
             manifest = resized(manifest, rows, host_room(free_memory()))
         self.bundle, self.manifest = bundle, manifest
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
         handed = any(alias.memory == "weights" for entry in manifest.entries for alias in entry.aliases)
         self.weights = HostWeights(bundle.mapped(WEIGHTS, writable=handed))
-        known = not handed and not manifest.target.torch  # libtorch keeps none
+        known = not handed and not target.torch  # libtorch keeps none
         self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
         self.updating, self.updated = RLock(), False
         self.state = dict(manifest.memories).get(STATE, 0)
@@ -94,9 +91,8 @@ def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
     interface = libtorch.of_code(code, file, threads)
     if interface is None:
         check_elf(code, file, SHARED_OBJECT)  # of a damaged one this says what is wrong
-        raise MachineError(
-            "library-refused", f"{file}: lacks the runtime functions that the manifest promises", "build the bundle again"
-        )
+        text = f"{file}: lacks the runtime functions that the manifest promises"
+        raise MachineError("library-refused", text, "build the bundle again")
     return interface
 
 
@@ -162,28 +158,18 @@ class CpuBackend:
 
     def _over(self, weights: HostWeights) -> BoundPrograms:
         """The programs of this session over these weights."""
-        shared = self._use()
-        manifest = shared.manifest
-        regions: list[HostRegion] = []
+        shared, torch, runs = self._use(), self._torch, list[Run]()
+        manifest, regions, state = shared.manifest, list[HostRegion](), addressof(self._state)
         try:
             for row in manifest.regions:
-                opened = open_region(
-                    shared.bundle, row, self._weights, weights, self._torch, addressof(self._state), self._instances,
-                    fixed=shared.fixed,
-                )  # fmt: skip
-                regions.append(opened)
-            for program in shared.programs:
-                regions[program.steps[0].region].check_counts(len(program.inputs), len(program.outputs))
-            runs = [
-                (
-                    regions[program.steps[0].region].run,
-                    len(program.outputs),
-                    OutputLayouts(self._torch, manifest, entry, program),
-                    deque[RegionOutputs](maxlen=INSTANCES),
+                regions.append(
+                    open_region(shared.bundle, row, self._weights, weights, torch, state, self._instances, fixed=shared.fixed)
                 )
-                for entry in manifest.entries
-                for program in entry.programs
-            ]
+            for entry in manifest.entries:
+                for program in entry.programs:
+                    region, layouts = regions[program.steps[0].region], OutputLayouts(torch, manifest, entry, program)
+                    region.check_counts(len(program.inputs), len(program.outputs))
+                    runs.append((region.run, len(program.outputs), layouts, deque[RegionOutputs](maxlen=INSTANCES)))
         except BaseException:
             for region in regions:
                 region.close()
@@ -310,8 +296,7 @@ class CpuBackend:
         manifest = self._use().manifest
         names = [step_names(manifest, entry, program)[0] for entry in manifest.entries for program in entry.programs]
         rows = zip(names, bound.runs, strict=True)
-        timed = [(profile.timed(name, run), outputs, layouts, free) for name, (run, outputs, layouts, free) in rows]
-        return BoundPrograms(timed, bound.regions, bound.weights)
+        return bound._replace(runs=[(profile.timed(name, run), *rest) for name, (run, *rest) in rows])  # type: ignore[misc]
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Nothing to do: torch's allocator provides a replay's memory."""

@@ -23,8 +23,7 @@ from ..weights.reads import Piece
 from ..weights.upload import Upload, listed
 
 if TYPE_CHECKING:
-    from ..weights.host import HostWeights, InitialState
-    from ..weights.state_rows import Relocation
+    from ..weights.host import HostWeights, InitialState, Relocation
 
 
 class DeviceBundle:
@@ -68,7 +67,7 @@ class DeviceBundle:
             self.context = context
             self.relocation: Relocation | None = None
             if manifest.state_dimensions:
-                from ..weights.state_rows import Relocation, gpu_room, resized  # few bundles have any
+                from ..weights.host import Relocation, gpu_room, resized  # few bundles have any
 
                 with context:
                     self.manifest = resized(manifest, rows, gpu_room(free_bytes(), dict(manifest.memories)))

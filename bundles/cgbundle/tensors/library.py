@@ -28,10 +28,19 @@ class Library(Protocol):
 
     name: str
 
-    def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
-        """`value` as this library's tensor, and its descriptor. Raises input-kind."""
-
+    def take(self, value: Any, name: str) -> tuple[Any, Descriptor]: ...  # an input as a tensor; raises input-kind
     def describe(self, value: Any) -> Descriptor: ...
+    def strides(self, value: Any) -> Sequence[int]: ...  # in elements
+    def byte_strides(self, value: Any) -> Sequence[int]: ...
+    # a dense copy with axes in memory in `order`, outermost first
+    def ordered(self, value: Any, order: Sequence[int]) -> Any: ...
+    # `wrap` for one layout on the CPU, prepared in advance
+    def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper: ...
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any: ...  # row-major, zeros
+    # a view of `value`: `offset` in bytes from its first element, `strides` in elements of `dtype`
+    def as_strided(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any: ...
+    def copy(self, value: Any) -> Any: ...  # row-major
+    def cast(self, value: Any, dtype: str) -> Any: ...  # on the same device; `numbers.is_safe` holds
 
     def guard(self, values: Sequence[Any]) -> Guard:
         """A guard for calls with inputs like `values`."""
@@ -51,43 +60,20 @@ class Library(Protocol):
 
         return like
 
-    def strides(self, value: Any) -> Sequence[int]:
-        """In elements."""
-
-    def byte_strides(self, value: Any) -> Sequence[int]: ...
-
-    def ordered(self, value: Any, order: Sequence[int]) -> Any:
-        """A dense copy with axes in memory in `order`, outermost first."""
-
-    def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper:
-        """`wrap` for one layout on the CPU, prepared in advance."""
-
     def wrap(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
     ) -> Any:
         """A tensor over memory that `owner` keeps alive."""
         return self.wrapper(dtype, shape, strides)(address, owner)
 
-    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
-        """A row-major tensor of zeros."""
-
-    def as_strided(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
-        """A view of `value`: `offset` in bytes from its first element, `strides` in elements of `dtype`."""
-
     def stream(self, device: int) -> int | None:
         """The handle of the caller's current stream on a CUDA device; None if the library has no streams."""
         return None
-
-    def copy(self, value: Any) -> Any:
-        """A row-major copy."""
 
     def empty_like(self, value: Any) -> tuple[Any, int] | None:
         """An uninitialized tensor for a copy of a row-major `value` on a GPU, and its address, ready on the caller's current
         stream; None if `copy` is as fast."""
         return None
-
-    def cast(self, value: Any, dtype: str) -> Any:
-        """A tensor of `dtype` on the same device; `numbers.is_safe` holds."""
 
     def writable(self, value: Any, name: str) -> Any:
         """A writable tensor over the memory of the caller's input. Raises input-unwritable."""

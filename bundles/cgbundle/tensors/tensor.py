@@ -24,12 +24,9 @@ class Tensor:
     def __init__(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, owner: Any, device: int | None = None
     ) -> None:
-        self.address = address
-        self.dtype = dtype
-        self.shape = tuple(shape)
+        self.address, self.dtype, self.shape = address, dtype, tuple(shape)
         self.strides = dense(shape) if strides is None else tuple(strides)
-        self.device = device
-        self.owner = owner
+        self.device, self.owner = device, owner
         self._capsule: object = None
         self._taken: tuple[Any, ...] | None = None  # by `DLPack.take`
 
@@ -146,13 +143,21 @@ def copy(target: Tensor, source: Tensor) -> None:
     _check_near(target)
     _check_near(source)
     size = DTYPES[target.dtype]
-    if 0 in target.shape:
-        return
     axes = [axis for axis in zip(target.shape, target.strides, source.strides, strict=True) if axis[0] != 1]
     run = size
     while axes and axes[-1][1] * size == run and axes[-1][2] * size == run:
         run *= axes.pop()[0]
-    _copy(target.address, source.address, axes, run, size)
+
+    def copy_axes(into: int, out: int, axis: int) -> None:
+        if axis == len(axes):
+            ctypes.memmove(into, out, run)
+            return
+        length, target_stride, source_stride = axes[axis]
+        for index in range(length):
+            copy_axes(into + index * target_stride * size, out + index * source_stride * size, axis + 1)
+
+    if 0 not in target.shape:
+        copy_axes(target.address, source.address, 0)
 
 
 def _kind(tensor: Tensor) -> str:
@@ -165,15 +170,6 @@ def _check_near(tensor: Tensor) -> None:
         raise BufferError(f"cgbundle.Tensor({_kind(tensor)}) lies on a GPU: read and write it with torch.from_dlpack or the like")
 
 
-def _copy(target: int, source: int, axes: list[tuple[int, int, int]], run: int, size: int) -> None:
-    if not axes:
-        ctypes.memmove(target, source, run)
-        return
-    (length, into, out), rest = axes[0], axes[1:]
-    for index in range(length):
-        _copy(target + index * into * size, source + index * out * size, rest, run, size)
-
-
 def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
     if not shape:
         return flat[0]
@@ -184,15 +180,6 @@ def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
 
 
 # --- the library ---------------------------------------------------------------------------------------------------------
-
-
-def _check(value: Tensor, name: str) -> None:
-    """Raises input-kind for an invalid tensor."""
-    numbers = [value.address, *value.shape, *value.strides, *(() if value.device is None else (value.device,))]
-    if value.dtype not in DTYPES or any([type(number) is not int for number in numbers]):
-        raise CallError("input-kind", f"input {name!r}: a cgbundle.Tensor with an invalid dtype, address, shape, strides or device")
-    if value.device is None:
-        check_place(value.address, value.dtype, value.shape, value.strides, name)
 
 
 class DLPack(Library):
@@ -208,7 +195,12 @@ class DLPack(Library):
                 and known[3] is value.strides and known[4] is value.device
             ):  # fmt: skip
                 return value, known[5]
-            _check(value, name)
+            numbers = [value.address, *value.shape, *value.strides, *(() if value.device is None else (value.device,))]
+            if value.dtype not in DTYPES or any([type(number) is not int for number in numbers]):
+                text = f"input {name!r}: a cgbundle.Tensor with an invalid dtype, address, shape, strides or device"
+                raise CallError("input-kind", text)
+            if value.device is None:
+                check_place(value.address, value.dtype, value.shape, value.strides, name)
             descriptor = self.describe(value)
             if type(value.shape) is type(value.strides) is tuple:  # which nobody changes in place
                 value._taken = (value.address, value.shape, value.dtype, value.strides, value.device, descriptor)
@@ -243,11 +235,8 @@ class DLPack(Library):
 
     def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Tensor:
         if device is not None:
-            raise CallError(
-                "input-device",
-                "a DLPack tensor on a GPU can only be replayed at a recorded size and laid out as recorded",
-                "pass torch or CuPy tensors",
-            )
+            text = "a DLPack tensor on a GPU can only be replayed at a recorded size and laid out as recorded"
+            raise CallError("input-device", text, "pass torch or CuPy tensors")
         return empty(dtype, shape)
 
     def as_strided(self, value: Tensor, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
@@ -264,7 +253,15 @@ class DLPack(Library):
         return Tensor(output.address, value.dtype, value.shape, value.strides, output, value.device)
 
     def cast(self, value: Tensor, dtype: str) -> Tensor:
-        return cast(value, dtype)
+        if value.device is not None:
+            hint = "cast it before the call, or pass torch or CuPy tensors"
+            raise CallError("input-device", "a DLPack tensor on a GPU is not cast", hint)
+        from .numbers import PARTS, decode, encoded  # few calls need a cast
+
+        numbers = decode(value.dtype, value.tobytes())
+        if dtype in PARTS and value.dtype not in PARTS:
+            numbers = list(chain.from_iterable((number, 0) for number in numbers))
+        return from_bytes(encoded(numbers, PARTS.get(dtype, dtype)), dtype, value.shape)
 
     def writable(self, value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
@@ -280,16 +277,3 @@ class DLPack(Library):
         module: Any = sys.modules.get(type(like).__module__.partition(".")[0])
         space: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
         return space.from_dlpack(value) if hasattr(space, "from_dlpack") else value
-
-
-def cast(value: Tensor, dtype: str) -> Tensor:
-    """A row-major copy in a dtype to which the cast is safe. Raises input-device for GPU memory."""
-    if value.device is not None:
-        hint = "cast it before the call, or pass torch or CuPy tensors"
-        raise CallError("input-device", "a DLPack tensor on a GPU is not cast", hint)
-    from .numbers import PARTS, decode, encoded  # few calls need a cast
-
-    numbers = decode(value.dtype, value.tobytes())
-    if dtype in PARTS and value.dtype not in PARTS:
-        numbers = list(chain.from_iterable((number, 0) for number in numbers))
-    return from_bytes(encoded(numbers, PARTS.get(dtype, dtype)), dtype, value.shape)

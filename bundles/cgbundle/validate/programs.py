@@ -233,21 +233,17 @@ KEPT = {
 def check_lifetimes(program: Program, where: str) -> None:
     """Raises manifest-invalid if a step overwrites what a later step or the call's outputs need. Outputs of a host or copy step
     must not overlap its inputs or each other; a recording has its own order, and outputs that are views. Needs `check_order`."""
-    for number, step in enumerate(program.steps):
-        if step.kind != "graph":
-            read = Spans.of(program.values, step.inputs)
-            for index in step.outputs:
-                other = read.over(program.values[index].memory, *extent(program.values[index]))
-                if other is not None:
-                    _refuse_own(where, number, index, other)
-    last = _last_reads(program)
+    last, values = _last_reads(program), program.values
     rows: dict[str, list[tuple[int, int, int, int, int]]] = {}
     for number, step in enumerate(program.steps):
+        inputs = Spans.of(values, step.inputs if step.kind != "graph" else ())
         for index in step.outputs:
-            begin, end = extent(program.values[index])
+            memory, (begin, end) = values[index].memory, extent(values[index])
+            other = inputs.over(memory, begin, end)
+            if other is not None:
+                _refuse_own(where, number, index, other)
             if begin < end:
-                row = (begin, end, number, last.get(index, -1), index)
-                rows.setdefault(program.values[index].memory, []).append(row)
+                rows.setdefault(memory, []).append((begin, end, number, last.get(index, -1), index))
     for memory_rows in rows.values():
         _check_memory(program, memory_rows, where)
 
@@ -308,17 +304,17 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
     alive = [index for index in before if last.get(index, -1) > place]
     if not alive:
         return
-    living, step_spans = Spans.of(program.values, alive), Spans.of(program.values, (*step.inputs, *step.outputs))
+    living, own = Spans.of(program.values, alive), Spans.of(program.values, (*step.inputs, *step.outputs))
     for memory, begin, size in written(table):
         index = living.over(memory, begin, begin + size)
         if index is not None:
-            used = f"value {index}, which {_reader(program, last[index])}"
-            raise BundleError("table-invalid", f"{table.where}: a node writes over {used}")
+            text = f"a node writes over value {index}, which {_reader(program, last[index])}"
+            raise BundleError("table-invalid", f"{table.where}: {text}")
     for memory, begin in _points(table):
         index = living.over(memory, begin, begin + 1)
-        if index is not None and step_spans.over(memory, begin, begin + 1) is None:
-            used = f"value {index}, which {_reader(program, last[index])}"
-            raise BundleError("table-invalid", f"{table.where}: a node uses {used}, and the step does not name it")
+        if index is not None and own.over(memory, begin, begin + 1) is None:
+            text = f"a node uses value {index}, which {_reader(program, last[index])}, and the step does not name it"
+            raise BundleError("table-invalid", f"{table.where}: {text}")
 
 
 def changed_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, int, int]]:
@@ -340,18 +336,15 @@ def writable(manifest: Manifest, entry: EntrySpec, program: Program) -> Cover:
 def check_targets(table: Table, allowed: Cover) -> None:
     """Raises table-invalid if a memset or memcpy of any graph or body writes to weights, or to inputs or state outside `allowed`.
     Needs `check_recording`."""
+    from ..tables.table import MEMCPY, MEMSET
+    from .recordings import node_path
+
     for number, (memory, begin, size) in enumerate(written(table)):
         if memory in KEPT and not allowed.holds(memory, begin, begin + size):
+            memsets = table.counts["memsets"]
+            where = node_path(table, MEMSET, number) if number < memsets else node_path(table, MEMCPY, number - memsets)
             text = f"writes bytes {begin} to {begin + size} of memory {memory}, {KEPT[memory]}"
-            raise BundleError("table-invalid", f"{table.where}: nodes[{_position(table, number)}]: {text}")
-
-
-def _position(table: Table, number: int) -> int:
-    """The node of the `number`-th memset or, after all memsets, memcpy."""
-    from ..tables.table import MEMCPY, MEMSET
-
-    kinds = bytes(table.kind)
-    return [position for wanted in (MEMSET, MEMCPY) for position, kind in enumerate(kinds) if kind == wanted][number]
+            raise BundleError("table-invalid", f"{where}: {text}")
 
 
 def check_untouched(table: Table, reserved: Spans) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING
 
 from ..errors import BundleError
@@ -52,8 +53,7 @@ def check_recording(table: Table, memories: Mapping[str, int], images: Collectio
     _check_launches(table, _check_functions(table, images))
     _check_relocations(table, sizes)
     _check_undefined(table)
-    _check_memsets(table, sizes)
-    _check_memcpys(table, sizes)
+    _check_copies(table, sizes)
     _check_edges(table)
     if CONDITIONAL in bytes(table.kind) or table.counts["handles"] or SET_CONDITION in table.symbols:
         check_conditionals(table)
@@ -96,29 +96,27 @@ def _attributes_reason(numbers: memoryview, known: Mapping[int, str]) -> str:
 
 
 def _check_launches(table: Table, ends: list[int]) -> None:
-    _check_axes(table, "grid", (table.grid_x, table.grid_y, table.grid_z), MAX_GRID, None)
-    _check_axes(table, "threads", (table.threads_x, table.threads_y, table.threads_z), MAX_THREADS, MAX_THREADS_TOTAL)
+    grid, threads = (table.grid_x, table.grid_y, table.grid_z), (table.threads_x, table.threads_y, table.threads_z)
+    for name, axes, limits, total in (("grid", grid, MAX_GRID, None), ("threads", threads, MAX_THREADS, MAX_THREADS_TOTAL)):
+        rows = list(zip(*axes, strict=True))
+        fits = all(not axis or (min(axis) >= 1 and max(axis) <= limit) for axis, limit in zip(axes, limits, strict=True))
+        if fits and (total is None or all(x * y * z <= total for x, y, z in rows)):
+            continue
+        for row, sizes in enumerate(rows):
+            if not all(1 <= size <= limit for size, limit in zip(sizes, limits, strict=True)):
+                raise invalid(f"{node_path(table, KERNEL, row)}.{name}", f"{sizes} is not within {limits}")
+            if total is not None and prod(sizes) > total:
+                raise invalid(f"{node_path(table, KERNEL, row)}.{name}", f"{sizes} are more than {total} in all")
     for row, (function, size) in enumerate(zip(table.function, table.block_size, strict=True)):
         if ends[function] > size:
-            raise invalid(f"{_path(table, KERNEL, row)}.block", f"{size} bytes, the function's parameters end at {ends[function]}")
+            text = f"{size} bytes, the function's parameters end at {ends[function]}"
+            raise invalid(f"{node_path(table, KERNEL, row)}.block", text)
     for row, (first, last) in enumerate(pairwise(table.attribute_bounds.tolist())):
         if first != last and (reason := _attributes_reason(table.attribute_id[first:last], LAUNCH_ATTRIBUTES)):
-            raise invalid(f"{_path(table, KERNEL, row)}.attributes", reason)
+            raise invalid(f"{node_path(table, KERNEL, row)}.attributes", reason)
     values = table.attribute_value.tolist()
     if values and (min(values) < -(1 << 31) or max(values) >= 1 << 32):
         raise invalid(f"{table.where}: nodes.attributes", f"a value between {min(values)} and {max(values)} has more than 32 bits")
-
-
-def _check_axes(table: Table, name: str, axes: tuple[memoryview, ...], limits: tuple[int, int, int], total: int | None) -> None:
-    rows = list(zip(*axes, strict=True))
-    whole = all(not axis or (min(axis) >= 1 and max(axis) <= limit) for axis, limit in zip(axes, limits, strict=True))
-    if whole and (total is None or all(x * y * z <= total for x, y, z in rows)):
-        return
-    for row, sizes in enumerate(rows):
-        if not all(1 <= size <= limit for size, limit in zip(sizes, limits, strict=True)):
-            raise invalid(f"{_path(table, KERNEL, row)}.{name}", f"{sizes} is not within {limits}")
-        if total is not None and sizes[0] * sizes[1] * sizes[2] > total:
-            raise invalid(f"{_path(table, KERNEL, row)}.{name}", f"{sizes} are more than {total} in all")
 
 
 def _check_relocations(table: Table, sizes: list[int]) -> None:
@@ -131,13 +129,13 @@ def _check_relocations(table: Table, sizes: list[int]) -> None:
             if at < free or at + 8 > size:
                 reason = f"8 bytes at {at}, expected between {free} and {size}, rising and apart"
             elif blocks[begin + at : begin + at + 8] != _ZERO:
-                raise invalid(f"{_path(table, KERNEL, kernel)}.block", f"the relocated word at {at} is not zero")
+                raise invalid(f"{node_path(table, KERNEL, kernel)}.block", f"the relocated word at {at} is not zero")
             elif offset >= sizes[memory] and (offset or sizes[memory]):
                 reason = f"the word at {at} points at {_outside(memory, offset, sizes)}"
             else:
                 free = at + 8
                 continue
-            raise BundleError("relocation-invalid", f"{_path(table, KERNEL, kernel)}.relocations: {reason}")
+            raise BundleError("relocation-invalid", f"{node_path(table, KERNEL, kernel)}.relocations: {reason}")
 
 
 def _check_undefined(table: Table) -> None:
@@ -160,32 +158,29 @@ def _check_undefined(table: Table) -> None:
             else:
                 free = offset + length
                 continue
-            raise invalid(f"{_path(table, KERNEL, kernel)}.{field}", reason)
+            raise invalid(f"{node_path(table, KERNEL, kernel)}.{field}", reason)
 
 
-def _check_memsets(table: Table, sizes: list[int]) -> None:
+def _check_copies(table: Table, sizes: list[int]) -> None:
+    """Memsets and memcpys."""
     for row in range(table.counts["memsets"]):
         element = table.memset_element[row]
         width, height, pitch = table.memset_width[row] * element, table.memset_height[row], table.memset_pitch[row]
         if element not in (1, 2, 4):
-            raise invalid(f"{_path(table, MEMSET, row)}.element", f"{element} bytes, expected 1, 2 or 4")
+            raise invalid(f"{node_path(table, MEMSET, row)}.element", f"{element} bytes, expected 1, 2 or 4")
         reason = _extent_reason(table.memset_memory[row], table.memset_offset[row], (width, height, 1), (pitch, height), sizes)
         if reason:
-            raise invalid(_path(table, MEMSET, row), reason)
+            raise invalid(node_path(table, MEMSET, row), reason)
         if height > 1 and pitch % element:
-            raise invalid(f"{_path(table, MEMSET, row)}.pitch", f"{pitch} is no multiple of {element}")
-
-
-def _check_memcpys(table: Table, sizes: list[int]) -> None:
+            raise invalid(f"{node_path(table, MEMSET, row)}.pitch", f"{pitch} is no multiple of {element}")
     for row in range(table.counts["memcpys"]):
         width, height, depth = table.memcpy_extent[3 * row : 3 * row + 3]
         pitches = table.memcpy_pitch[4 * row : 4 * row + 4].tolist()
         for end, name in enumerate(("source", "target")):
             memory, offset = table.memcpy_memory[2 * row + end], table.memcpy_offset[2 * row + end]
             pitch, rows = pitches[2 * end : 2 * end + 2]
-            reason = _extent_reason(memory, offset, (width, height, depth), (pitch, rows), sizes)
-            if reason:
-                raise invalid(f"{_path(table, MEMCPY, row)}.{name}", reason)
+            if reason := _extent_reason(memory, offset, (width, height, depth), (pitch, rows), sizes):
+                raise invalid(f"{node_path(table, MEMCPY, row)}.{name}", reason)
 
 
 def _extent_reason(memory: int, offset: int, extent: tuple[int, int, int], pitches: tuple[int, int], sizes: list[int]) -> str:
@@ -219,7 +214,7 @@ def _check_edges(table: Table) -> None:
     launch_order(table)
 
 
-def _path(table: Table, kind: int, row: int) -> str:
+def node_path(table: Table, kind: int, row: int) -> str:
     """The path of the `row`-th node of a kind: `graphs/g0-8.bin: nodes[17]`."""
     position = -1
     kinds = bytes(table.kind)

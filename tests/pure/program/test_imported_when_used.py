@@ -24,7 +24,7 @@ SELDOM = (
     "tables.collectives", "tables.module_state", "tensors.capsules", "tensors.comparison",
     "tensors.input_errors", "tensors.numbers", "tensors.numpy_arrays", "tensors.torch_tensors", "validate.bundle",
     "validate.engine", "validate.host_code", "validate.state", "weights.host",
-    "weights.lanes", "weights.state_rows", "weights.update",
+    "weights.lanes", "weights.update",
 )  # fmt: skip
 
 
