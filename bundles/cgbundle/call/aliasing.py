@@ -75,14 +75,14 @@ class OutputAliases:
         aliases = entry.aliases
         self._backend, self._views, self._inputs, self._outputs = backend, views, entry.inputs, entry.outputs
         self._layouts = [{alias.output: alias_layout(manifest, program, alias) for alias in aliases} for program in entry.programs]
-        self._given = [alias for alias in aliases if alias.memory == INPUTS]
-        self._kept = [alias for alias in aliases if alias.memory in PERSISTENT]
-        self._tied = [alias for alias in aliases if alias.memory == OUTPUTS]
-        bases = {alias.index for alias in self._tied}
+        self._input_aliases = [alias for alias in aliases if alias.memory == INPUTS]
+        self._weight_aliases = [alias for alias in aliases if alias.memory in PERSISTENT]
+        self._output_aliases = [alias for alias in aliases if alias.memory == OUTPUTS]
+        bases = {alias.index for alias in self._output_aliases}
         self._bases = [{index: row.values[row.outputs[index]] for index in bases} for row in entry.programs]
-        wholes = {alias.output for alias in self._given if all(layouts[alias.output].whole for layouts in self._layouts)}
-        self._wholes = [alias for alias in self._given if alias.output in wholes]
-        self._partial = [alias for alias in self._given if alias.output not in wholes]
+        wholes = {alias.output for alias in self._input_aliases if all(layouts[alias.output].whole for layouts in self._layouts)}
+        self._wholes = [alias for alias in self._input_aliases if alias.output in wholes]
+        self._partial = [alias for alias in self._input_aliases if alias.output not in wholes]
 
     def of_inputs(
         self, library: Library, plan: Plan, tensors: Sequence[Any], values: Sequence[Any], descriptors: Sequence[Descriptor]
@@ -120,11 +120,11 @@ class OutputAliases:
             value, _, offset, _ = layouts[alias.output]
             values[alias.output] = library.wrap(base + offset, value.dtype, value.shape, value.strides, owner)
 
-        for alias in self._kept:
+        for alias in self._weight_aliases:
             over(alias, backend.address(alias.index, stream), (backend.owner, stream))
-        for alias in self._given:
+        for alias in self._input_aliases:
             over(alias, addresses[alias.index], None)
-        for alias in self._tied:
+        for alias in self._output_aliases:
             values[alias.output] = _part(library, layouts[alias.output], values[alias.index])
         return values
 
@@ -135,20 +135,20 @@ class OutputAliases:
         """(outputs, positions of those that are neither copied nor guarded). `parts` as for `Outputs.replay`. The results of
         `of_inputs` replace some later."""
         values, layouts = list(outputs), self._layouts[program]
-        bare = {alias.output for alias in (self._given if parts is None else self._wholes)}
+        bare = {alias.output for alias in (self._input_aliases if parts is None else self._wholes)}
         if device == self._backend.device:
-            bare |= {alias.output for alias in self._kept}
+            bare |= {alias.output for alias in self._weight_aliases}
         if not self._views:
             for index, value in self._bases[program].items():
                 flat = library.copy(library.as_strided(values[index], "uint8", (span(value),), (1,), 0))
                 values[index] = library.as_strided(flat, value.dtype, value.shape, value.strides, 0)
-            bare |= self._bases[program].keys() | {alias.output for alias in self._tied}
-        for alias in self._tied:
+            bare |= self._bases[program].keys() | {alias.output for alias in self._output_aliases}
+        for alias in self._output_aliases:
             values[alias.output] = _part(library, layouts[alias.output], values[alias.index])
         if parts is not None:
             values = [value[valid] if valid else value for value, (valid, _) in zip(values, parts, strict=True)]
             if self._views and self._backend.device is None:
-                for alias in self._given:  # it lies in a padded input that is gone after the call
+                for alias in self._input_aliases:  # it lies in a padded input that is gone after the call
                     values[alias.output] = library.copy(values[alias.output])
         return values, bare
 

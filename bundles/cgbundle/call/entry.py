@@ -66,7 +66,7 @@ class Entry:
         self._libraries: dict[type, Library] = {}
         donated = {donation.output for donation in manifest.donations if donation.source == spec.name}
         self._outputs = Outputs(spec, session, first, self._aliases, donated, views=self._views)
-        self._held: Sequence[Any] = ()
+        self._kept_inputs: Sequence[Any] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replays the model.
@@ -143,7 +143,7 @@ class Entry:
             results = [library.converted(value, first) for value in results]
         if mutated is not None and targets is not None:
             # an output of the CPU may lie in an input's memory: a view of it lasts until the next call, and so does the input
-            self._held = values if self._views else ()
+            self._kept_inputs = values if self._views else ()
             mutated.copy_back(targets, values)
         if shared is not None:
             for index, value in shared.items():
@@ -259,7 +259,7 @@ class Entry:
     def forget(self) -> None:
         self._outputs.close()
         self._known.clear()
-        self._held = ()
+        self._kept_inputs = ()
 
     def __repr__(self) -> str:
         keys = ", ".join(map(str, self.int_keys[:6])) + (", ..." if len(self.int_keys) > 6 else "")

@@ -114,10 +114,10 @@ class ExclusiveLock(Lock):
         """Refuses new turns, and returns after the others have ended. False inside a call of this thread (a signal handler closes):
         its memory must stay."""
         self._ending = True
-        left = self._turn.owned()
+        nested = self._turn.owned()
         with self.inner:
             self.closed = True
-            return not left
+            return not nested
 
     def _take(self) -> None:
         """Raises SessionBusy, and ProgramClosed while the session is being closed. After any other exception the lock may be

@@ -309,12 +309,12 @@ class CpuBackend:
         if shared is None:
             return
         if not self._lock.inherited:
-            left = self._lock.close()
+            unused = self._lock.close()
             with shared.updating:
-                if self._bound is not None and left:
+                if self._bound is not None and unused:
                     _close(self._bound)
                 self._bound = self._lock.value = self._shared = None
-                if not left:
+                if not unused:
                     return
         self._bound = self._lock.value = self._shared = None
         self._buffers.clear()

@@ -113,10 +113,10 @@ class HostRegion:
         if release is not None:
             release.argtypes = (c_void_p,)  # type: ignore[attr-defined]
         self._owned, self._handles, self._fixed = handles_type(1)(), list[int | None](), list[int]()
-        self._left = chain(
+        self._pending = chain(
             map(delete, filter(None, self._owned)), map(release or id, self._fixed), map(torch.delete, filter(None, self._handles))
         )
-        when_gone(self, self._left, forked=False)
+        when_gone(self, self._pending, forked=False)
         create = self._library.AOTInductorModelContainerCreateWithDevice
         self._check(create(byref(self._owned), c_size_t(instances), b"cpu", None))
         self._container = c_void_p(self._owned[0])
@@ -214,7 +214,7 @@ class HostRegion:
 
     def close(self) -> None:
         """Frees the container and the constants' handles. The shared object stays mapped (dlclose of C++ code is not safe)."""
-        make_calls(self._left)
+        make_calls(self._pending)
 
     def _check(self, code: int) -> None:
         if code:
@@ -253,16 +253,16 @@ class RegionOutputs:
     interrupt may come at any point: C functions free each tensor once. `free` keeps released objects for reuse, because creation
     takes microseconds."""
 
-    __slots__ = ("__weakref__", "_free", "_left", "_torch", "addresses", "handles")
+    __slots__ = ("__weakref__", "_free", "_pending", "_torch", "addresses", "handles")
 
     device: int | None = None
     static = False
 
     def __init__(self, torch: LibTorch, count: int, free: deque[RegionOutputs] | None = None) -> None:
         self._torch, self._free, self.handles = torch, free, handles_type(count)()
-        self._left: list[int | None] = []  # handles to be freed, on top of a 0
+        self._pending: list[int | None] = []  # handles to be freed, on top of a 0
         self.addresses: Sequence[int] = ()
-        rest = chain.from_iterable(map(ALL, (self.handles, self._left)))
+        rest = chain.from_iterable(map(ALL, (self.handles, self._pending)))
         when_gone(self, map(torch.delete, filter(None, rest)))
 
     def transfer_ownership(self, index: int) -> RegionOutputs:
@@ -273,9 +273,9 @@ class RegionOutputs:
 
     def release(self) -> None:
         """Frees the tensors."""
-        left, handles = self._left, self.handles
-        left[:], handles[:] = [0, *handles[:]], [None] * len(handles)  # at once: nothing is called
-        make_calls(map(self._torch.delete, filter(None, iter(left.pop, 0))))
+        pending, handles = self._pending, self.handles
+        pending[:], handles[:] = [0, *handles[:]], [None] * len(handles)  # at once: nothing is called
+        make_calls(map(self._torch.delete, filter(None, iter(pending.pop, 0))))
         if self._free is not None:
             self._free.append(self)
 

@@ -29,8 +29,8 @@ SVE_LENGTH = 51
 
 def check_features(features: Iterable[str], hint: str = "build the bundle on this kind of machine") -> None:
     """Raises wrong-machine with the missing features."""
-    wanted = set(features) - BY_NAME_ALONE
-    missing = sorted(wanted - processor_flags()) if wanted else []
+    needed = set(features) - BY_NAME_ALONE
+    missing = sorted(needed - processor_flags()) if needed else []
     if missing:
         raise MachineError("wrong-machine", f"this processor lacks {', '.join(missing)}, which the bundle's code uses", hint)
 

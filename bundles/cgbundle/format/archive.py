@@ -27,7 +27,7 @@ class Archive:
         self._variant = 0
         self._folders: dict[str, int] = {}
         self._files: dict[str, int] = {}
-        self._held: dict[str, bytes] = {}
+        self._contents: dict[str, bytes] = {}
         self._changed: dict[str, int] = {}
         self._reading = threading.RLock()  # a bundle that is loaded on several devices is read by a thread for each
         self._variants: manifest_json.Variants | None = None
@@ -57,7 +57,7 @@ class Archive:
     def reopen(self) -> None:
         """Opens again what is at the path now. Raises as the constructor."""
         self.close()
-        self._held.clear()
+        self._contents.clear()
         self._variant, self._variants, self._manifest = 0, None, None
         while True:
             self._folders[""] = open_directory(self.path)
@@ -87,7 +87,7 @@ class Archive:
     def check_hash(self, file: File) -> None:
         """Raises file-damaged for another SHA-256 than the manifest's. Keeps the contents of files that are used as a whole."""
         if file.path.startswith((GRAPHS, KERNELS, HOST)):
-            self._held[file.path] = self.contents(file)
+            self._contents[file.path] = self.contents(file)
         else:
             digest = hashlib.sha256()
             for piece in pieces(self.descriptor(file.path), file.path, file.bytes):
@@ -97,9 +97,9 @@ class Archive:
 
     def data(self, name: str) -> bytes:
         """The contents of a file, hash checked, read once. Raises file-damaged."""
-        content = self._held.get(name)
+        content = self._contents.get(name)
         if content is None:
-            content = self._held[name] = self.contents(self._row(name))
+            content = self._contents[name] = self.contents(self._row(name))
         return content
 
     def contents(self, file: File) -> bytes:

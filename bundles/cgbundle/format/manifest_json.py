@@ -178,18 +178,18 @@ def _size(value: Any, where: str) -> Any:
     return _operand(value, where, 0, [limits.SIZE_OPERATORS])
 
 
-def _operand(value: Any, where: str, depth: int, left: list[int]) -> Any:
-    """`left`: how many more operators the size may have, in a list that its parts share."""
+def _operand(value: Any, where: str, depth: int, budget: list[int]) -> Any:
+    """`budget`: how many more operators the size may have, in a list that its parts share."""
     if type(value) is int:
         return whole(value, where)
     if type(value) is str:
         return name(value, where)
     if type(value) is list and len(value) == 3 and type(value[0]) is str and value[0] in OPERATORS:
-        left[0] -= 1
-        if depth >= limits.SIZE_DEPTH or left[0] < 0:
-            reason = "nested too deeply" if left[0] >= 0 else f"more than {limits.SIZE_OPERATORS} operators"
+        budget[0] -= 1
+        if depth >= limits.SIZE_DEPTH or budget[0] < 0:
+            reason = "nested too deeply" if budget[0] >= 0 else f"more than {limits.SIZE_OPERATORS} operators"
             raise invalid(where.split("][")[0].rstrip("]") + "]", reason)  # at the size's own path, which ends with its axis
-        return (value[0], *[_operand(value[side], f"{where}[{side}]", depth + 1, left) for side in (1, 2)])
+        return (value[0], *[_operand(value[side], f"{where}[{side}]", depth + 1, budget) for side in (1, 2)])
     raise expected(where, "a size", value)
 
 

@@ -240,16 +240,16 @@ class _Tensors:
     tensors-unlike."""
 
     def __init__(self, engine: Engine, tensors: Mapping[str, Any], device: int | None) -> None:
-        wanted = [row for row in engine.tensors if row.memory == "inputs"]
-        missing = [row.name for row in wanted if row.name not in tensors]
+        rows = [row for row in engine.tensors if row.memory == "inputs"]
+        missing = [row.name for row in rows if row.name not in tensors]
         if missing:
             more = f", and {len(missing) - 1} more" if missing[1:] else ""
             raise _unlike(f"tensor {missing[0]!r} is missing{more}")
-        self.by_name = {row.name: tensors[row.name] for row in wanted}
+        self.by_name = {row.name: tensors[row.name] for row in rows}
         self.library = library_of(next(iter((*self.by_name.values(), *tensors.values())), None))
         self.device = device
         places: list[int | None] = [None] * len(engine.spans)
-        for row in wanted:
+        for row in rows:
             address = self._address(row)
             position = span_of_tensor(engine, row)
             assert position is not None  # `check_engine` has looked
@@ -259,7 +259,7 @@ class _Tensors:
             places[position] = base
         self.bases = [0 if place is None else place for place in places]  # a span without a tensor: nothing refers to it
         self.device = self.device or 0
-        self._check_places(engine, wanted)
+        self._check_places(engine, rows)
 
     def _address(self, row: EngineTensor) -> int:
         """The address of the caller's tensor, checked against `row` and the common device."""
@@ -271,8 +271,8 @@ class _Tensors:
             raise _unlike(f"tensor {name} cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
         if device is None or device < 0 or (self.device is not None and device != self.device):
             where = "the CPU" if device is None else f"GPU {device}" if device >= 0 else "another device"
-            wanted = "a GPU" if self.device is None else f"GPU {self.device}"
-            raise _unlike(f"tensor {name}: expected one on {wanted}, got one on {where}")
+            place = "a GPU" if self.device is None else f"GPU {self.device}"
+            raise _unlike(f"tensor {name}: expected one on {place}, got one on {where}")
         self.device = device
         steps = dense(shape) if strides is None else tuple(strides)
         if (dtype, tuple(shape)) != (row.dtype, row.shape) or moving(shape, steps) != moving(row.shape, row.strides):
@@ -280,9 +280,9 @@ class _Tensors:
             raise _unlike(f"tensor {name}: expected {expected}, got {got}")
         return address
 
-    def _check_places(self, engine: Engine, wanted: list[EngineTensor]) -> None:
+    def _check_places(self, engine: Engine, rows: list[EngineTensor]) -> None:
         """Spans are aligned and do not overlap."""
-        names = {span_of_tensor(engine, row): row.name for row in reversed(wanted)}
+        names = {span_of_tensor(engine, row): row.name for row in reversed(rows)}
         last, owner = 0, ""
         for base, position in sorted((self.bases[position], position) for position in names if position is not None):
             row, name = engine.spans[position], names[position]

@@ -304,7 +304,7 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
     alive = [index for index in before if last.get(index, -1) > place]
     if not alive:
         return
-    living, own = Spans.of(program.values, alive), Spans.of(program.values, (*step.inputs, *step.outputs))
+    living, step_spans = Spans.of(program.values, alive), Spans.of(program.values, (*step.inputs, *step.outputs))
     for memory, begin, size in written(table):
         index = living.over(memory, begin, begin + size)
         if index is not None:
@@ -312,7 +312,7 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
             raise BundleError("table-invalid", f"{table.where}: {text}")
     for memory, begin in _points(table):
         index = living.over(memory, begin, begin + 1)
-        if index is not None and own.over(memory, begin, begin + 1) is None:
+        if index is not None and step_spans.over(memory, begin, begin + 1) is None:
             text = f"a node uses value {index}, which {_reader(program, last[index])}, and the step does not name it"
             raise BundleError("table-invalid", f"{table.where}: {text}")
 

@@ -117,23 +117,23 @@ def gpu_room(free: int, memories: Mapping[str, int]) -> Room:
     return Room(max(0, free - others), SHARE, "beside the weights and temporaries the GPU")
 
 
-def resized(manifest: Manifest, asked: Mapping[str, int], room: Room) -> Manifest:
+def resized(manifest: Manifest, requested: Mapping[str, int], room: Room) -> Manifest:
     """The manifest with the requested rows of state, and for other dimensions as many as memory allows. Raises state-rows,
     out-of-memory."""
     dimensions, weights = manifest.state_dimensions, manifest.weights
     rows = {}
     for dimension in dimensions:
         least = least_rows(dimension, weights)
-        number = rows[dimension.name] = asked.get(dimension.name, least)
+        number = rows[dimension.name] = requested.get(dimension.name, least)
         if not least <= number <= STATE_ROWS:
             bound = f"at least {least}, with which it was built" if number < least else f"at most {STATE_ROWS:,}"
             raise CallError("state-rows", f"state {dimension.name!r}: {number} rows, expected {bound}")
-    for name in asked:
+    for name in requested:
         if name not in rows:
             has = f"it has {', '.join(map(repr, rows))}" if rows else "it has none"
             text = f"state {name!r}: program {manifest.name!r} has no such dimension of its state{meant(name, rows)}: {has}"
             raise CallError("state-rows", text)
-    if unspecified := [dimension for dimension in dimensions if dimension.name not in asked]:
+    if unspecified := [dimension for dimension in dimensions if dimension.name not in requested]:
         sizes = {row.name: sum(span(weights[at]) // weights[at].shape[0] for at in row.weights) for row in dimensions}
         _, others = _laid_out(manifest, rows)  # the bytes of the numbers above
         rows |= _shared(unspecified, rows, sizes, int(room.free * room.share) - others)
@@ -141,7 +141,7 @@ def resized(manifest: Manifest, asked: Mapping[str, int], room: Room) -> Manifes
     if size > room.free:
         numbers = ", ".join([f"{name}={number}" for name, number in rows.items()])
         text = f"state {numbers}: needs {size:,} bytes, {room.where} has {room.free:,} free"
-        raise OutOfMemory("out-of-memory", text, "give smaller numbers to load(..., state=...)" if asked else "")
+        raise OutOfMemory("out-of-memory", text, "give smaller numbers to load(..., state=...)" if requested else "")
     memories = tuple([(name, size if name == STATE else others) for name, others in manifest.memories])
     return replace(manifest, weights=laid_out, memories=memories)
 

@@ -36,10 +36,10 @@ def listed(bundle: Archive) -> dict[str, list[Piece]]:
         parts = pieces(rows, bundle.tensors(file), capacity, file) if rows else []
         if parts:
             files[file] = parts
-            left = FIRST
+            budget = FIRST
             for piece in parts:
-                announce(bundle.descriptor(file), [(piece.begin, min(piece.size, left))])
-                left -= min(piece.size, left)
+                announce(bundle.descriptor(file), [(piece.begin, min(piece.size, budget))])
+                budget -= min(piece.size, budget)
     return files
 
 

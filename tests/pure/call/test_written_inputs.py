@@ -287,9 +287,9 @@ def test_views_keep_the_inputs_that_they_may_lie_in() -> None:
     run, _ = program(model(), "view")
     scale, x, other = arrays()
     run(scale, x, other)
-    assert any(held is x for held in run._held)
+    assert any(held is x for held in run._kept_inputs)
     run.close()
-    assert not run._held
+    assert not run._kept_inputs
 
 
 # --- memory that is shared -----------------------------------------------------------------------------------------
