@@ -45,26 +45,12 @@ if TYPE_CHECKING:
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    device: int = 0,
-    devices: Sequence[int] | None = None,
-    replicas: bool = False,
-    mode: str = "graph",
-    on_miss: str = "pad",
-    outputs: str = "copy",
-    check: str = "load",
-    weights: str = "map",
-    lazy: bool | None = None,
-    key: Keys | None = None,
-    threads: int | None = None,
-    cast: bool = False,
-    timeout: float = 30.0,
-    rank: int | None = None,
-    rendezvous: str | os.PathLike[str] | None = None,
-    variant: str | None = None,
+    path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: bool = False,
+    mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
+    lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False, timeout: float = 30.0,
+    rank: int | None = None, rendezvous: str | os.PathLike[str] | None = None, variant: str | None = None,
     state: Mapping[str, int] | None = None,
-) -> Program | Replicas:
+) -> Program | Replicas:  # fmt: skip
     """Loads the bundle at `path`.  The program keeps the checked files, even if the bundle is replaced or removed later.
 
     - `device`: the CUDA device; the cpu target ignores it.

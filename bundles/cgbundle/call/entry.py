@@ -246,6 +246,7 @@ class Entry:
         warm_up(self._session, self.manifest, [(self.spec, key, self.replay) for key in int_keys or self.int_keys])
 
     def watch(self, profile: Profile | None) -> None:
+        """Reports later calls to a profile; None ends this."""
         self._known.clear()  # they go round the steps that a profile times
         self._flatten, self._build, self._flat = self._ends
         if profile is not None:
@@ -257,6 +258,7 @@ class Entry:
         return self._outputs.entry_epoch or self._outputs.epoch
 
     def forget(self) -> None:
+        """Frees what calls have cached."""
         self._outputs.close()
         self._known.clear()
         self._kept_inputs = ()

@@ -31,7 +31,6 @@ class Forks:
             )
 
     def check_gpu(self) -> None:
-        """Raises process-forked if an ancestor used the GPU."""
         if self.lost_gpu:
             raise CallError("process-forked", "this process was forked after its parent had used the GPU: CUDA does not work here")
 

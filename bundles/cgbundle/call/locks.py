@@ -37,7 +37,6 @@ class Lock:
         return self._forks != FORKS.number
 
     def check_fork(self) -> None:
-        """Raises process-forked."""
         if self._forks != FORKS.number:
             raise forked(self.name)
 
@@ -135,7 +134,6 @@ class ExclusiveLock(Lock):
 
 @contextmanager
 def locked(backend: Backend, stream: int | None) -> Iterator[Any]:
-    """`Backend.locked`."""
     with backend.turn:
         handle = backend.begin(stream)
         try:

@@ -124,7 +124,6 @@ class Extents(NamedTuple):
     large: Sequence[int]
 
     def apart(self, outputs: Sequence[int], inputs: Sequence[int]) -> list[int]:
-        """The large outputs that overlap no other output or input at these addresses."""
         places = sorted(zip((*outputs, *inputs), (*self.outputs, *self.inputs), range(len(outputs) + len(inputs)), strict=True))
         alone, furthest = [], 0
         for row, (begin, size, index) in enumerate(places):
@@ -215,7 +214,6 @@ class Outputs:
         return values
 
     def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
-        """Replays, and returns tensors over the runtime's memory."""
         library, device, stream = call
         return self._over(library, program, self._backend.run(self._first + program, addresses, device, stream))
 
@@ -277,8 +275,6 @@ class Known(NamedTuple):
 
 
 class StaticOutput(NamedTuple):
-    """An output at a fixed address: the caller's tensor over the runtime's memory, and the counter of calls that overwrite it."""
-
     spec: TensorSpec
     value: Any
     epoch: Epoch
@@ -298,7 +294,6 @@ class KnownCalls:
         return self._count
 
     def find(self, tensors: Sequence[Any]) -> tuple[Known, tuple[list[int], Any]] | None:
-        """The kind of a call with these inputs, and the result of its guard."""
         shape = getattr(tensors[0], "shape", None) if tensors else None
         for known in self._by_shape.get(shape, ()):  # type: ignore[arg-type]
             passed = known.guard(tensors)

@@ -72,7 +72,6 @@ def _shape(spec: TensorSpec, sizes: dict[str, int]) -> Shape:
 
 
 def _ranges(shape: Sequence[Size], starts: dict[str, int], lengths: dict[str, int]) -> Slices:
-    """A piece's place in a whole tensor. Chunked sizes are multiples of one dimension."""
     ranges = []
     for size in shape:
         rule = linear(size)
@@ -134,7 +133,6 @@ def common_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor
 
 
 def signature(spec: TensorSpec) -> str:
-    """The input's shape as text: `[batch, 64]`."""
     return "[" + ", ".join(text(size) for size in spec.shape) + "]"
 
 

@@ -36,8 +36,6 @@ def _refused(text: str, hint: str = "") -> CallError:
 
 
 class _Names:
-    """The parameters of a call by name: positional ones, and optional ones with their values."""
-
     def __init__(self, call: Tree, parameters: Sequence[Parameter]) -> None:
         self.trees: dict[str, Tree] = {name: tree for name, tree in call["call"]}
         self.positional = sum(not parameter.keyword for parameter in parameters)
@@ -47,7 +45,6 @@ class _Names:
         self.needed = ", ".join([name for name in self.trees if name not in self.optional]) or "none"
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The values of all parameters, in order."""
         order = list(self.trees)
         if len(args) > self.positional:
             by_name = order[self.positional :]
@@ -94,7 +91,6 @@ def may_be_left_out(tree: Tree, default: Tree | None) -> bool:
 
 
 def short(value: Any) -> str:
-    """The repr of a constant, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -45,7 +45,6 @@ class BoundPrograms(NamedTuple):
 
 
 def check_machine(target: Target) -> None:
-    """Raises wrong-machine unless this processor has the features that the code uses."""
     machine = os.uname().machine
     if machine != target.arch:
         raise MachineError("wrong-machine", f"the bundle is for {target.arch} processors, this machine is {machine}")
@@ -113,7 +112,6 @@ class SharedLock(Lock):
         return INSIDE if turn.owned() else turn
 
     def close(self) -> bool:
-        """As `ExclusiveLock.close`."""
         self.closed = True
         return all([turn.wait() for turn in list(self._turns.values())])
 
@@ -157,7 +155,6 @@ class CpuBackend:
             raise
 
     def _over(self, weights: HostWeights) -> BoundPrograms:
-        """The programs of this session over these weights."""
         shared, torch, runs = self._use(), self._torch, list[Run]()
         manifest, regions, state = shared.manifest, list[HostRegion](), addressof(self._state)
         try:
@@ -177,7 +174,6 @@ class CpuBackend:
         return BoundPrograms(runs, regions, weights)
 
     def _take(self, bound: BoundPrograms) -> None:
-        """Later calls use these."""
         self._bound = bound
         self._lock.value = self._watched(bound)
 
@@ -287,7 +283,6 @@ class CpuBackend:
                 self._lock.value = self._watched(self._bound)
 
     def _watched(self, bound: BoundPrograms) -> BoundPrograms:
-        """The programs, timed if a profile watches."""
         profile = self._profile
         if profile is None:
             return bound

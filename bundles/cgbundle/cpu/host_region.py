@@ -221,7 +221,6 @@ class HostRegion:
             raise self._refused(self._last_error() or "the shared object failed", "")
 
     def _last_error(self) -> str:
-        """The first line of the last error, or ""."""
         text = c_char_p()
         last = getattr(self._library, "AOTInductorGetLastError", None)  # of torch 2.13, else of silent_errors.h
         if last is not None:
@@ -241,7 +240,6 @@ Found = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @lru_cache(maxsize=256)
 def handles_type(count: int) -> type[Array[c_void_p]]:
-    """An array type for tensor handles."""
     return c_void_p * count
 
 
@@ -272,7 +270,6 @@ class RegionOutputs:
         return kept
 
     def release(self) -> None:
-        """Frees the tensors."""
         pending, handles = self._pending, self.handles
         pending[:], handles[:] = [0, *handles[:]], [None] * len(handles)  # at once: nothing is called
         make_calls(map(self._torch.delete, filter(None, iter(pending.pop, 0))))

@@ -53,7 +53,6 @@ def _version(package: str) -> str:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """(2, 13) from "2.13.0"."""
     return tuple([int(part) for part in version.split(".")[:2] if part.isdigit()])
 
 
@@ -136,7 +135,6 @@ class LibTorch:
         self.data_pointer.argtypes = self.strides.argtypes = (c_void_p, c_void_p)
 
     def threaded(self, run: Callable[..., int]) -> Callable[..., int]:
-        """Runs a function of a shared object with the requested number of threads. Raises library-refused."""
         if self._threads is None:
             return run
         from .machine import with_threads  # few programs are given a number
@@ -144,7 +142,6 @@ class LibTorch:
         return with_threads(run, self._library, self._threads)
 
     def dtype(self, name: str) -> int:
-        """torch's number of a dtype. Raises library-refused."""
         try:
             return int(self._library[f"aoti_torch_dtype_{name}"]())
         except AttributeError:

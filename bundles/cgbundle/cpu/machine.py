@@ -28,7 +28,6 @@ SVE_LENGTH = 51
 
 
 def check_features(features: Iterable[str], hint: str = "build the bundle on this kind of machine") -> None:
-    """Raises wrong-machine with the missing features."""
     needed = set(features) - BY_NAME_ALONE
     missing = sorted(needed - processor_flags()) if needed else []
     if missing:
@@ -36,7 +35,6 @@ def check_features(features: Iterable[str], hint: str = "build the bundle on thi
 
 
 def processor_name() -> str:
-    """The model of the first processor, or the machine's kind."""
     return _first("model name") or os.uname().machine
 
 
@@ -92,7 +90,6 @@ def memory_of_quota(root: str = "/") -> int:
 
 
 def free_memory(root: str = "/") -> int:
-    """Bytes that the process could get now."""
     rows = dict([line.split(":", 1) for line in _read(os.path.join(root, "proc/meminfo")).splitlines()])
     return min(int(rows["MemAvailable"].split()[0]) << 10, memory_of_quota(root))
 
@@ -125,7 +122,6 @@ _FIRST_USE = "_ZN2at15get_num_threadsEv"
 
 
 def check_number(threads: object) -> None:
-    """Raises ValueError for an invalid number of threads."""
     if not (type(threads) is int and 1 <= threads <= MOST):
         raise ValueError(f"threads={threads!r}: expected an integer from 1 to {MOST}, or None")
 

@@ -63,7 +63,6 @@ def device_count() -> int:
 
 
 def driver_version() -> int:
-    """As the driver reports it: 13000 for 13.0."""
     return int(call("cuDriverGetVersion"))
 
 
@@ -99,7 +98,6 @@ class Context:
 
     @property
     def inherited(self) -> bool:
-        """Whether the process was forked since."""
         return self._forks != FORKS.number
 
     def __enter__(self) -> Context:
@@ -140,12 +138,10 @@ class Context:
             self._spare.append(stream)
 
     def attribute(self, number: int) -> int:
-        """A device attribute by its number in cuda.h."""
         return int(call("cuDeviceGetAttribute", number, self.device))
 
     @property
     def arch(self) -> str:
-        """The compute capability as "sm_90"."""
         return f"sm_{self.attribute(libcuda.COMPUTE_CAPABILITY_MAJOR)}{self.attribute(libcuda.COMPUTE_CAPABILITY_MINOR)}"
 
     @property

@@ -71,7 +71,6 @@ class GraphExecutor:
             raise
 
     def launch(self, stream: Any) -> None:
-        """Runs the recording in stream order, asynchronously."""
         if self._copying is not False:
             self._switch(False)
         error = cu.cuGraphLaunch(self._exec, stream)
@@ -79,7 +78,6 @@ class GraphExecutor:
             check("cuGraphLaunch", error)
 
     def copying(self) -> CopyingLaunch | None:
-        """A launch that also copies the outputs, or None."""
         executable, context, nodes = self._exec, self._context, list(zip(self._params, self._nodes, strict=True))
 
         def launch(targets: Sequence[int], stream: Any) -> bool:
@@ -139,7 +137,6 @@ class GraphExecutor:
             self._nodes.append(node)
 
     def _without_copies(self) -> Any:
-        """A copy of the graph without output copy nodes; the caller destroys it."""
         clone = call("cuGraphClone", self._graph)
         try:
             for node in self._nodes:
@@ -234,13 +231,11 @@ class _Build:
         return node
 
     def _handle(self, graph: Any, row: int) -> Any:
-        """The handle of a future conditional node, for its kernels."""
         handle = call("cuGraphConditionalHandleCreate", graph, self._context.handle, 0, 0, detail=self._table.where)
         self._launches.set_handle(row, int(handle))
         return handle
 
     def _conditional(self, graph: Any, row: int, handle: Any, position: int) -> tuple[Any, list[Any]]:
-        """The node, and the empty graphs of its bodies."""
         params, table = ConditionalNodeParams(type=NODE_TYPE_CONDITIONAL), self._table
         first, last = table.conditional_bounds[row : row + 2]
         params.conditional.handle, params.conditional.ctx = handle, self._context.handle
@@ -267,7 +262,6 @@ class _Build:
 
 
 def _setter(executable: Any, node: Any) -> Callable[[KernelNodeParams], None]:
-    """Sets the parameters of a kernel of an executable graph."""
 
     def set(params: KernelNodeParams) -> None:
         error = cu.cuGraphExecKernelNodeSetParams(executable, node, params)

@@ -54,7 +54,6 @@ class Launches:
         return self._blocks[begin : begin + self._table.block_size[row]].tobytes()
 
     def set_handle(self, number: int, handle: int) -> None:
-        """Writes the handle of conditional node `number` into its kernels' blocks."""
         table = self._table
         for kernel, at, conditional in zip(table.handle_kernel, table.handle_at, table.handle_conditional, strict=True):
             if conditional == number:
@@ -98,7 +97,6 @@ def patch(table: Table, bases: Sequence[int], poison: int | None) -> array[int]:
 
 
 def attributes(table: Table, row: int) -> list[tuple[int, LaunchAttributeValue]]:
-    """The launch attributes of kernel `row`: (number, value)."""
     values = []
     for index in range(*table.attribute_bounds[row : row + 2]):
         number = table.attribute_id[index]

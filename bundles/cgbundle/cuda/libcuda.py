@@ -138,7 +138,6 @@ ANSWERING = (
 
 
 def answers(name: str) -> bool:
-    """Whether a function returns more than its error."""
     return name in ANSWERING if name not in FUNCTIONS else any(isinstance(kind, _Out) for kind in FUNCTIONS[name][1])
 
 
@@ -221,7 +220,6 @@ class Driver:
 
 
 def _declared(kind: Any) -> Any:
-    """The ctypes type of a parameter."""
     if isinstance(kind, str):
         from . import structures  # none is passed before there is a context
 

@@ -67,7 +67,6 @@ class Memories:
 
 
 def allocate(size: int, what: str) -> int:
-    """Raises OutOfMemory with `what`."""
     try:
         return int(call("cuMemAlloc", size, detail=what))
     except OutOfMemory:
@@ -84,7 +83,6 @@ def allocate_pinned(size: int, what: str) -> int:
 
 
 def fill(address: int, size: int, byte: int, stream: Any) -> None:
-    """Sets `size` bytes, in stream order."""
     if size:
         check("cuMemsetD8Async", cu.cuMemsetD8Async(address, byte, size, stream))
 
@@ -121,7 +119,6 @@ class Output:
         self._context = context
 
     def free(self) -> None:
-        """May be called twice."""
         context, self._context = self._context, None
         if context is None or context.inherited:
             return

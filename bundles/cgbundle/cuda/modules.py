@@ -61,7 +61,6 @@ class Modules:
         return function
 
     def close(self) -> None:
-        """Unloads every module, also if one fails."""
         with ExitStack() as closing:
             for module in self._modules.values():
                 closing.callback(call, "cuModuleUnload", module)
@@ -105,7 +104,6 @@ class Modules:
 
 
 def states(bundle: Archive) -> tuple[ModuleState, ...]:
-    """The module states of a bundle. Raises table-invalid."""
     manifest, name = bundle.manifest, bundle.manifest.module_state
     if not name:
         return ()

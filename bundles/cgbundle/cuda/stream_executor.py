@@ -74,7 +74,6 @@ class StreamExecutor:
 
 
 def _condition_step(table: Table, row: int, bases: Sequence[int], conditions: list[int], number: int) -> Step:
-    """Copies the byte of a condition to the host."""
     first = table.relocation_bounds[row]
     address = bases[table.relocation_memory[first]] + table.relocation_offset[first]
     byte = ctypes.c_uint8()

@@ -50,7 +50,6 @@ class Archive:
         return self._manifest
 
     def choose(self, variant: int) -> None:
-        """Selects the variant of `manifest` by its number."""
         if variant != self._variant:
             self._variant, self._manifest = variant, None
 
@@ -62,7 +61,8 @@ class Archive:
         while True:
             self._folders[""] = open_directory(self.path)
             try:
-                return self._read_manifest()
+                self.text = self._read_manifest()
+                return
             except BundleError:
                 if not self.is_replaced():
                     raise
@@ -159,7 +159,6 @@ class Archive:
         return KeptFile(self.descriptor(name))
 
     def check_unchanged(self) -> None:
-        """Raises file-damaged where an open file was written to since it was opened."""
         for name, descriptor in self._files.items():
             if os.fstat(descriptor).st_mtime_ns != self._changed[name]:
                 raise BundleError("file-damaged", f"{name}: was written to while the bundle was loaded", "load it again")
@@ -180,12 +179,11 @@ class Archive:
         return archive
 
     def close(self) -> None:
-        """Closes all descriptors. Contents and mappings stay."""
         for opened in (self._files, self._folders):
             while opened:
                 os.close(opened.popitem()[1])
 
-    def _read_manifest(self) -> None:
+    def _read_manifest(self) -> bytes:
         try:
             descriptor = open_file(MANIFEST, self._folders[""])
         except BundleError as error:
@@ -197,7 +195,7 @@ class Archive:
         if status.st_size > limit:
             raise BundleError("manifest-invalid", f"{MANIFEST}: {status.st_size} bytes, more than the limit of {limit}")
         with open(descriptor, "rb", closefd=False) as file:
-            self.text = file.read(limit + 1)
+            return file.read(limit + 1)
 
     def _is_outer(self, file: File) -> bool:
         """Whether the file is a kernel image that rank 0's bundle has too."""

@@ -27,7 +27,6 @@ def weight_files(manifest: Manifest) -> dict[str, list[Weight]]:
 
 
 def rank_folder(number: int) -> str:
-    """The folder of a rank other than 0: `ranks/1/`."""
     return f"{RANKS}{number}/"
 
 
@@ -68,7 +67,6 @@ def program_files(manifest: Manifest) -> tuple[str, ...]:
 
 
 def per_size(manifest: Manifest, entry: EntrySpec) -> bool:
-    """Whether each int_key of the entry has its own exported program."""
     paths = {program_file(program.key, entry.name) for program in entry.programs}
     return any(file.path in paths for file in manifest.files)
 
@@ -102,7 +100,6 @@ def missing_attribute(owner: object, name: str, entries: Collection[str]) -> Att
 
 
 def all_programs(manifest: Manifest) -> tuple[Program, ...]:
-    """The programs of all entries, in order."""
     return tuple([program for entry in manifest.entries for program in entry.programs])
 
 
@@ -113,7 +110,6 @@ def recordings(manifest: Manifest) -> set[str]:
 
 
 def host_regions(entry: EntrySpec) -> set[int]:
-    """The positions of the host regions that an entry's programs run."""
     return {step.region for program in entry.programs for step in program.steps if step.kind == "host"}
 
 

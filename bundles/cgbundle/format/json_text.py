@@ -98,7 +98,6 @@ def brief(value: Any) -> str:
 
 
 def is_sha256(text: str) -> bool:
-    """Whether the text is a SHA-256 in lower-case hexadecimal."""
     return len(text) == 64 and set(text) <= set("0123456789abcdef")
 
 
@@ -110,7 +109,6 @@ def whole(value: Any, where: str) -> int:
 
 
 def name(value: Any, where: str) -> str:
-    """Returns `value` if it is a `schema.Name`."""
     if type(value) is str and len(value) <= limits.NAME and value.isprintable():
         return value
     if type(value) is not str:

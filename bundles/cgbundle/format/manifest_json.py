@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ..errors import BundleError
@@ -59,12 +59,10 @@ class Variants:
         return manifest
 
     def targets(self) -> tuple[schema.Target, ...]:
-        """The target of each variant."""
         return tuple([_record(schema.Target)(plain.get("target"), "target") for plain in self._plain])
 
 
 def _joined(common: Any, rest: Any, where: str) -> Any:
-    """A variant's value: the common members and its own."""
     if type(common) is dict and type(rest) is dict:
         both = {key: _joined(common[key], rest[key], f"{where}.{key[:40]}") for key in common.keys() & rest.keys()}
         return common | rest | both
@@ -123,40 +121,31 @@ def _annotation(text: str) -> Decoder:
         return _SCALARS[text]
     inside = text[text.find("[") + 1 : -1]
     if text.startswith("Literal["):
-        return _one_of(tuple([part.strip("'\"") for part in inside.split(", ")]))
+        return partial(_one_of, tuple([part.strip("'\"") for part in inside.split(", ")]))
     if text.startswith("tuple[") and text.endswith(", ...]"):
-        return _list(_annotation(inside.removesuffix(", ...")))
+        return partial(_list, _annotation(inside.removesuffix(", ...")))
     if text.startswith("tuple["):
-        return _fixed(tuple([_annotation(part) for part in inside.split(", ")]))
+        return partial(_fixed, tuple([_annotation(part) for part in inside.split(", ")]))
     return _record(getattr(schema, text))
 
 
-def _one_of(names: tuple[str, ...]) -> Decoder:
-    def decoder(value: Any, where: str) -> Any:
-        if type(value) is str and value in names:
-            return value
-        raise expected(where, f"one of {', '.join(names)}", value)
-
-    return decoder
+def _one_of(names: tuple[str, ...], value: Any, where: str) -> Any:
+    if type(value) is str and value in names:
+        return value
+    raise expected(where, f"one of {', '.join(names)}", value)
 
 
-def _of_type(kind: type, name: str) -> Decoder:
-    def decoder(value: Any, where: str) -> Any:
-        if type(value) is kind:
-            return value
-        raise expected(where, name, value)
-
-    return decoder
+def _of_type(kind: type, name: str, value: Any, where: str) -> Any:
+    if type(value) is kind:
+        return value
+    raise expected(where, name, value)
 
 
-def _not_negative(decode: Decoder) -> Decoder:
-    def decoder(value: Any, where: str) -> Any:
-        number = decode(value, where)
-        if number >= 0:
-            return number
-        raise invalid(where, f"{number} is below 0")
-
-    return decoder
+def _not_negative(decode: Decoder, value: Any, where: str) -> Any:
+    number = decode(value, where)
+    if number >= 0:
+        return number
+    raise invalid(where, f"{number} is below 0")
 
 
 def _number(value: Any, where: str) -> float:
@@ -174,78 +163,54 @@ def _digest(value: Any, where: str) -> str:
     raise invalid(where, "is no SHA-256 in lower-case hexadecimal")
 
 
-def _size(value: Any, where: str) -> Any:
-    return _operand(value, where, 0, [limits.SIZE_OPERATORS])
-
-
-def _operand(value: Any, where: str, depth: int, budget: list[int]) -> Any:
+def _size(value: Any, where: str, depth: int = 0, budget: list[int] | None = None) -> Any:
     """`budget`: how many more operators the size may have, in a list that its parts share."""
     if type(value) is int:
         return whole(value, where)
     if type(value) is str:
         return name(value, where)
     if type(value) is list and len(value) == 3 and type(value[0]) is str and value[0] in OPERATORS:
+        budget = [limits.SIZE_OPERATORS] if budget is None else budget
         budget[0] -= 1
         if depth >= limits.SIZE_DEPTH or budget[0] < 0:
             reason = "nested too deeply" if budget[0] >= 0 else f"more than {limits.SIZE_OPERATORS} operators"
             raise invalid(where.split("][")[0].rstrip("]") + "]", reason)  # at the size's own path, which ends with its axis
-        return (value[0], *[_operand(value[side], f"{where}[{side}]", depth + 1, budget) for side in (1, 2)])
+        return (value[0], *[_size(value[side], f"{where}[{side}]", depth + 1, budget) for side in (1, 2)])
     raise expected(where, "a size", value)
 
 
-def _axes(items: Decoder) -> Decoder:
-    def decoder(value: Any, where: str) -> Any:
-        if type(value) is list and len(value) > limits.AXES:
-            raise invalid(where, f"{len(value)} axes, more than the limit of {limits.AXES}")
-        return items(value, where)
-
-    return decoder
+def _axes(items: Decoder, value: Any, where: str) -> Any:
+    if type(value) is list and len(value) > limits.AXES:
+        raise invalid(where, f"{len(value)} axes, more than the limit of {limits.AXES}")
+    return items(value, where)
 
 
 def _numbers(value: Any, where: str) -> tuple[int, ...]:
     """Decodes a list of `whole` numbers at once: most of a manifest consists of these."""
     if type(value) is list and (not value or ({*map(type, value)} == _INT and min(value) >= -_END and max(value) < _END)):
         return tuple(value)
-    numbers: tuple[int, ...] = _list(whole)(value, where)
-    return numbers
+    return _list(whole, value, where)
 
 
 _INT, _END = {int}, limits.INTEGER
 
 
-def _list(item: Decoder) -> Decoder:
-    def decoder(value: Any, where: str) -> Any:
-        if type(value) is not list:
-            raise expected(where, "a list", value)
-        return tuple([item(element, f"{where}[{index}]") for index, element in enumerate(value)])
-
-    return decoder
+def _list(item: Decoder, value: Any, where: str) -> tuple[Any, ...]:
+    if type(value) is not list:
+        raise expected(where, "a list", value)
+    return tuple([item(element, f"{where}[{index}]") for index, element in enumerate(value)])
 
 
-def _fixed(items: tuple[Decoder, ...]) -> Decoder:
-    def decoder(value: Any, where: str) -> Any:
-        if type(value) is not list or len(value) != len(items):
-            raise expected(where, f"{len(items)} values", value)
-        return tuple([item(element, f"{where}[{index}]") for index, (item, element) in enumerate(zip(items, value, strict=True))])
-
-    return decoder
+def _fixed(items: tuple[Decoder, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if type(value) is not list or len(value) != len(items):
+        raise expected(where, f"{len(items)} values", value)
+    return tuple([item(element, f"{where}[{index}]") for index, (item, element) in enumerate(zip(items, value, strict=True))])
 
 
 _SCALARS: dict[str, Decoder] = {
-    "int": whole,
-    "Position": _not_negative(whole),
-    "Bytes": _not_negative(whole),
-    "str": text,
-    "Name": name,
-    "Dtype": _one_of(tuple(schema.DTYPES)),
-    "Memory": _one_of(schema.MEMORIES),
-    "Sha256": _digest,
-    "bool": _of_type(bool, "bool"),
-    "float": _number,
-    "Error": _not_negative(_number),
-    "IntKey": _numbers,
-    "tuple[int, ...]": _numbers,
-    "Shape": _axes(_numbers),
-    "Sizes": _axes(_list(_size)),
-    "Tree": _of_type(dict, "an object"),  # `pytree.check` looks inside
-}
+    "int": whole, "float": _number, "bool": partial(_of_type, bool, "bool"), "str": text, "Name": name, "Sha256": _digest,
+    "Position": partial(_not_negative, whole), "Bytes": partial(_not_negative, whole), "Error": partial(_not_negative, _number),
+    "Dtype": partial(_one_of, tuple(schema.DTYPES)), "Memory": partial(_one_of, schema.MEMORIES),
+    "IntKey": _numbers, "tuple[int, ...]": _numbers, "Shape": partial(_axes, _numbers),
+    "Sizes": partial(_axes, partial(_list, _size)), "Tree": partial(_of_type, dict, "an object"),  # `pytree.check` looks inside
+}  # fmt: skip

@@ -97,7 +97,6 @@ def _is_printable(text: str) -> bool:
 
 
 def _spell(place: Place) -> str:
-    """The path of a tree: `call.x[0].key`."""
     keys: list[Any] = []
     while len(place) == 2:
         place, key = place

@@ -25,12 +25,10 @@ else:
 
 
 def is_record(value: object) -> bool:
-    """Whether the value is an instance of such a class."""
     return hasattr(type(value), "__field_defaults__")
 
 
 def members(kind: type) -> dict[str, str]:
-    """The annotation of every field, as text."""
     return dict(kind.__annotations__)
 
 

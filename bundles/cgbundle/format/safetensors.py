@@ -123,11 +123,9 @@ class Mapped:
         self._base = _address(self._view)
 
     def address(self, name: str) -> int:
-        """The address of the tensor's first byte."""
         return self._base + self.entries[name].begin
 
     def data(self, name: str) -> memoryview:
-        """The tensor's bytes, not copied."""
         entry = self.entries[name]
         return self._view[entry.begin : entry.end]
 

@@ -59,8 +59,8 @@ class Dimension:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """An input or output. `order`: the axes from outermost to innermost in memory, (0, 2, 3, 1) for channels last. `range`: (low,
-    high) for an integer input that the model uses as indices, low <= element < high."""
+    """An input or output; `shape` may use dimension names. `order`: the axes from outermost to innermost in memory, (0, 2, 3, 1)
+    for channels last. `range`: (low, high) for an integer input that the model uses as indices, low <= element < high."""
 
     name: Name
     dtype: Dtype

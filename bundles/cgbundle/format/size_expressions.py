@@ -26,7 +26,6 @@ def operands(size: Size) -> int:
 
 
 def names(size: Size) -> frozenset[str]:
-    """The dimensions that `size` depends on."""
     if isinstance(size, int):
         return frozenset()
     if isinstance(size, str):

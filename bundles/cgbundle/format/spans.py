@@ -66,7 +66,6 @@ class Spans:
 
     @classmethod
     def of(cls, values: Sequence[Value], chosen: Iterable[int]) -> Spans:
-        """The spans of the values at these positions."""
         return cls((values[index].memory, *extent(values[index]), index) for index in chosen)
 
     def over(self, memory: str, begin: int, end: int) -> int | None:

@@ -17,7 +17,6 @@ def variant_name(target: Target) -> str:
 
 
 def named_variant(targets: Sequence[Target], name: str) -> int:
-    """The position of a variant. Raises option-refused."""
     names = [variant_name(target) for target in targets]
     if name not in names:
         known = f"the variants {', '.join(names)}" if len(names) > 1 else names[0]

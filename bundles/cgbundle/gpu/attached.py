@@ -129,7 +129,6 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
         self.close()
 
     def _built(self, graph: AttachedGraph) -> GraphExecutor:
-        """The executable graph, built on first use. Raises program-closed."""
         with self._shared.lock:
             if self.closed:
                 raise ProgramClosed("program-closed", f"graph {graph.key!r}: these graphs were closed", "attach them again")
@@ -142,7 +141,6 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
             return graph._executor
 
     def _rest(self) -> Iterator[None]:
-        """Builds the remaining graphs, one per step."""
         for graph in list(self._graphs.values()):
             if self.closed:
                 return
@@ -281,7 +279,6 @@ class _Tensors:
         return address
 
     def _check_places(self, engine: Engine, rows: list[EngineTensor]) -> None:
-        """Spans are aligned and do not overlap."""
         names = {span_of_tensor(engine, row): row.name for row in reversed(rows)}
         last, owner = 0, ""
         for base, position in sorted((self.bases[position], position) for position in names if position is not None):

@@ -185,5 +185,4 @@ def check_device(target: Target, context: Context) -> None:
 
 
 def _version(number: int) -> str:
-    """13000 as "13.0"."""
     return f"{number // 1000}.{number % 1000 // 10}"

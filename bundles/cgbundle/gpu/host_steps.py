@@ -87,7 +87,6 @@ class HostSteps:
             region.close()
 
     def close(self) -> None:
-        """Closes the regions, while no step runs."""
         with ExitStack() as closing:
             for region in self._regions.values():
                 closing.callback(region.close)
@@ -110,7 +109,6 @@ class HostSteps:
 
 
 def _take(torch: libtorch.LibTorch, handle: int, place: _Place, where: str) -> None:
-    """Copies an output tensor to its place."""
     layout = torch.layout(handle)
     if layout != place.layout:
         check_layout(layout, place.layout[0], place.value, f"{where}: an output")

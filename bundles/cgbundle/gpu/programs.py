@@ -49,7 +49,6 @@ class Input:
         self.size, self._readers, self._words, self._written = size, readers, words, written
 
     def take(self, address: int, stream: Any) -> None:
-        """The next launch reads the input at `address`."""
         if self._readers and not address % ALIGNMENT and not any([begin <= address < end for begin, end in self._written]):
             self._set(address)
             return
@@ -60,7 +59,6 @@ class Input:
                 check("cuMemcpyDtoDAsync", error)
 
     def restore(self) -> None:
-        """The next launch reads the static buffer."""
         if self.at != self.target:
             self._set(self.target)
 
@@ -77,7 +75,6 @@ class Executors(dict[tuple[str, tuple[Move, ...]], "GraphExecutor | StreamExecut
     """Executors by file of the table and by moves of memory."""
 
     def close(self) -> None:
-        """Closes all executors, also if one fails."""
         with ExitStack() as closing:
             for executor in {id(executor): executor for executor in self.values()}.values():
                 closing.callback(executor.close)
@@ -99,7 +96,6 @@ class BoundProgram(NamedTuple):
     copying: CopyingLaunch | None
 
     def replay(self, addresses: Sequence[int], stream: Any) -> None:
-        """Replays on inputs on the GPU, in stream order."""
         for address, place in zip(addresses, self.inputs):  # noqa: B905  as many: checked at every call it costs 0.1 us
             if address != place.at:
                 place.take(address, stream)
@@ -171,7 +167,6 @@ class Programs:
         return [*[(number, ()) for number in range(len(self._shared.programs))], *self._donations()]
 
     def bind_one(self, number: int, places: Places) -> None:
-        """Binds the program if it is not bound yet."""
         if places and (number, places) not in self._elsewhere:
             self._bind_elsewhere(number, places)
         elif not places and number not in self.ready:
@@ -212,7 +207,6 @@ class Programs:
                 self._unwatched[number], self.ready[number] = bound, self._timed(number, bound)
 
     def clear(self) -> None:
-        """Ends profiling and forgets all programs."""
         self.watch(None)
         self.ready.clear()
 
@@ -238,7 +232,6 @@ class Programs:
         return timed
 
     def _timed(self, number: int, bound: BoundProgram) -> BoundProgram:
-        """The program with timed steps."""
         assert self._clock is not None
         return bound._replace(
             steps=self._clock.steps(self._shared.manifest, self._shared.entries[number], self._shared.programs[number], bound.steps)

@@ -62,7 +62,6 @@ class StepClock:
 
 
 def _mark(stream: Any) -> Any:
-    """Records a new timing event on the stream."""
     event = call("cuEventCreate", EVENT_DEFAULT)
     call("cuEventRecord", event, stream)
     return event

@@ -30,7 +30,6 @@ class _Slot(NamedTuple):
     event: Any
 
     def wait(self) -> int:
-        """The address, when the bus is done with it."""
         call("cuEventSynchronize", self.event)
         return self.address
 
@@ -44,7 +43,6 @@ class ThreadedCopies:
         self._slots: list[list[_Slot]] = []  # of each thread
 
     def to_device(self, target: int, source: int, size: int, stream: Any) -> None:
-        """As `HostCopies.to_device`."""
         if _is_pinned(source):
             return memory.copy(target, source, size, stream, source_on_device=False)
 
@@ -58,7 +56,6 @@ class ThreadedCopies:
         self._share(size, send)
 
     def to_host(self, target: int, source: int, size: int, stream: Any) -> None:
-        """As `HostCopies.to_host`."""
         if _is_pinned(target):
             return memory.copy(target, source, size, stream, target_on_device=False)
 
@@ -98,7 +95,6 @@ class ThreadedCopies:
             raise failures[0]
 
     def _ready(self) -> list[list[_Slot]]:
-        """The slots, pinned at the first copy."""
         if not self._slots:
             number = min(THREADS, len(os.sched_getaffinity(0)))
             with ExitStack() as undo:

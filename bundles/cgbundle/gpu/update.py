@@ -127,7 +127,6 @@ def update(
 
 
 def _replace(shared: DeviceBundle, sessions: Sequence[Any], copies: Sequence[WeightCopy], hosted: HostWeights | None) -> None:
-    """Copies the new weights while no session begins a call."""
     stream = shared.context.stream
     regions = [(session.host, session.host.over(hosted)) for session in sessions if session.host is not None and hosted is not None]
     for session in sessions:

@@ -170,7 +170,6 @@ def _import_libraries() -> None:
 
 
 def _program(bundle: Archive, backend: Any, on_miss: str, outputs: str, cast: bool) -> Program:
-    """A program over a backend, which is closed on failure."""
     try:
         manifest = backend.manifest if bundle.manifest.state_dimensions else bundle.manifest
         return Program(manifest, backend, on_miss, outputs, cast, bundle.kept(SELF_TEST))

@@ -31,11 +31,11 @@ from .exchanging import (
     export_part,
     import_part,
     map_part,
+    meet,
     refused,
     reserve,
     within,
 )  # fmt: skip
-from .rendezvous import meet
 
 
 class RanksBackend(ExchangingBackend):

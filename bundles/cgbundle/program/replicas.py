@@ -141,8 +141,6 @@ class ReplicatedEntry:
 
 
 class _Load:
-    """Numbers of running calls per copy."""
-
     def __init__(self, devices: Sequence[int]) -> None:
         self.lock = threading.Lock()
         self._places = {device: number for number, device in enumerate(devices)}

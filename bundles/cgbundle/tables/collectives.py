@@ -44,7 +44,6 @@ def packed(world: int, stride: int, pieces: int, rank: int, senders: int) -> byt
 
 
 def unpacked(world: int, block: bytes) -> tuple[int, int, int, int]:
-    """(stride, pieces, rank, senders) of a parameter block."""
     numbers: tuple[int, int, int, int] = _REST.unpack_from(block, FIRST_PEER + 8 * world)
     return numbers
 

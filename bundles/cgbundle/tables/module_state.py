@@ -17,8 +17,6 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relocation:
-    """The 8 bytes at `at` hold the address of `target`."""
-
     at: int
     target: Address
 

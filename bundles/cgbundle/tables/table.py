@@ -291,7 +291,6 @@ class Table:
         return table if changed else None
 
     def spans(self) -> list[tuple[int, int]]:
-        """(first node, end) of the recording's own graph and of each body."""
         return list(pairwise([0, *self.body_begin, self.counts["nodes"]]))
 
 

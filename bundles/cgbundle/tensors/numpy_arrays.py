@@ -100,8 +100,6 @@ class Numpy(Library):
 
 
 class Cupy(Numpy):
-    """NumPy's interface over GPU memory."""
-
     name = "cupy"
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:

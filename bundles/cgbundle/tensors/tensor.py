@@ -121,7 +121,6 @@ class _Kept:
 
 
 def empty(dtype: str, shape: Sequence[int]) -> Tensor:
-    """A row-major tensor of zeros in new CPU memory."""
     memory = (ctypes.c_char * max(1, prod(shape) * DTYPES[dtype]))()
     return Tensor(ctypes.addressof(memory), dtype, shape, None, memory)
 

@@ -114,7 +114,6 @@ def _check_all_ranks(bundle: Archive) -> None:
 
 @contextmanager
 def _inside(part: str) -> Iterator[None]:
-    """Prefixes errors with a part of the bundle."""
     try:
         yield
     except BundleError as error:

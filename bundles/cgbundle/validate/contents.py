@@ -106,7 +106,6 @@ def check_tables(bundle: Archive) -> None:
 
 
 def check_host_code(bundle: Archive) -> None:
-    """Raises manifest-invalid unless every shared object was built for the manifest's rows."""
     for index, region in enumerate(bundle.manifest.regions):
         if region.file:
             from . import host_code  # no bundle of graphs alone needs it

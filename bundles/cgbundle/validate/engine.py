@@ -76,7 +76,6 @@ def span_of_tensor(engine: Engine, tensor: EngineTensor) -> int | None:
 
 
 def check_engine_tables(bundle: Archive) -> None:
-    """Raises table-invalid or relocation-invalid unless all recordings and the module states are valid."""
     assert bundle.manifest.engine is not None
     images = kernel_images(bundle.manifest)
     for position in range(len(bundle.manifest.engine.graphs)):
@@ -103,7 +102,6 @@ def checked_table(bundle: Archive, position: int, images: Set[str]) -> Table:
 
 
 def check_engine_states(bundle: Archive) -> None:
-    """Raises table-invalid or relocation-invalid unless the module states are valid."""
     from .recordings import check_states
 
     for memory in sorted(check_states(bundle) - {"weights"}):
@@ -117,7 +115,6 @@ Key = int | str | tuple[int | str, ...]
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value can be a graph's key."""
     if type(value) is tuple:
         return all(type(part) in (int, str) and is_key(part) for part in value)
     return type(value) is str or (type(value) is int and abs(value) < INTEGER)

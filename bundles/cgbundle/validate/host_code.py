@@ -60,7 +60,6 @@ def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 def read(data: bytes) -> bytes | None:
-    """The rows behind a shared object, or None."""
     end = len(data) - len(MAGIC) - 8
     length = int.from_bytes(data[-len(MAGIC) - 8 : -len(MAGIC)], "little")
     if not data.endswith(MAGIC) or end < length:

@@ -60,7 +60,6 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def _of_entries(check: Callable[[EntrySpec], None], entries: Sequence[EntrySpec]) -> None:
-    """Checks every entry, and prefixes errors with its path."""
     for index, entry in enumerate(entries):
         try:
             check(entry)
@@ -153,7 +152,6 @@ def check_self_test_rows(manifest: Manifest, entry: EntrySpec) -> None:
 
 
 def check_signature(entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless the signature is valid."""
     _check_dimensions(entry.dimensions)
     known = {dimension.name for dimension in entry.dimensions}
     _check_specs("inputs", entry.inputs, known)

@@ -33,7 +33,6 @@ def check_programs(manifest: Manifest, entry: EntrySpec) -> None:
 
 
 def check_size_evaluations(entries: Sequence[EntrySpec]) -> None:
-    """Raises manifest-invalid if the shapes of all entries take too long to evaluate."""
     total = 0
     for entry in entries:
         sizes = sum(operands(size) for spec in (*entry.inputs, *entry.outputs) for size in spec.shape)
@@ -120,7 +119,6 @@ def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, whe
 
 
 def checked_span(where: str, row: Value | Weight) -> int:
-    """The span of a value or weight. Raises manifest-invalid for an invalid shape or strides."""
     require(len(row.shape) == len(row.strides), f"{where}.strides", "do not match the shape")
     require(min(row.shape, default=0) >= 0 and min(row.strides, default=0) >= 0, where, "negative size or stride")
     size = span(row)
@@ -133,7 +131,6 @@ def checked_span(where: str, row: Value | Weight) -> int:
 
 
 def check_steps(manifest: Manifest, entry: EntrySpec, program: Program, where: str) -> None:
-    """Raises manifest-invalid unless the program's steps are valid."""
     require(bool(program.steps), f"{where}.steps", "no step")
     changing, values, regions = Cover(changed_rows(manifest, entry)), program.values, manifest.regions
     for place, step in enumerate(program.steps):

@@ -162,7 +162,6 @@ def _check_undefined(table: Table) -> None:
 
 
 def _check_copies(table: Table, sizes: list[int]) -> None:
-    """Memsets and memcpys."""
     for row in range(table.counts["memsets"]):
         element = table.memset_element[row]
         width, height, pitch = table.memset_width[row] * element, table.memset_height[row], table.memset_pitch[row]

@@ -45,7 +45,6 @@ class HostWeights:
         self._mapped.populate()
 
     def updated(self, rows: Sequence[Weight], contents: Sequence[Contents]) -> HostWeights:
-        """New weights, some with other contents, which are copied to new memory, from a GPU if necessary."""
         sizes = [-(-value.bytes // CACHE_LINE) * CACHE_LINE for value in contents]
         memory = anonymous(sum(sizes))
         place, moved = ctypes.addressof(memory), dict(self._moved)
@@ -100,8 +99,6 @@ PAD = 256  # unused bytes behind the last row of state on a GPU
 
 
 class Room(NamedTuple):
-    """Free bytes for state, its default `share`, and where they are."""
-
     free: int
     share: float
     where: str
@@ -147,7 +144,6 @@ def resized(manifest: Manifest, requested: Mapping[str, int], room: Room) -> Man
 
 
 def least_rows(dimension: StateDimension, weights: Sequence[Weight]) -> int:
-    """The number of rows in the bundle's own manifest."""
     return weights[dimension.weights[0]].shape[0]
 
 

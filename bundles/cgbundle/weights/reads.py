@@ -77,7 +77,6 @@ class WeightReader:
             announce(self._file, places)
 
     def close(self) -> None:
-        """May be called twice."""
         if self._direct >= 0:
             os.close(self._direct)
         self._direct = -1

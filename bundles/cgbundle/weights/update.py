@@ -43,7 +43,6 @@ class OpenFile:
         self._changed = os.fstat(self.descriptor).st_mtime_ns
 
     def read(self, begin: int, size: int, target: int) -> None:
-        """Reads bytes of the file to an address. Raises update-invalid."""
         view, done = memoryview((ctypes.c_char * size).from_address(target)).cast("B"), 0
         while done < size:
             try:
@@ -96,7 +95,6 @@ class Contents(NamedTuple):
         return _described(library, library.ordered(value, order))._replace(dtype=self.dtype)
 
     def copy_to(self, address: int, row: Weight) -> None:
-        """Copies a CPU tensor to an address, in the weight's layout."""
         tensor = self.laid_out(row)
         if tensor.file is not None:
             tensor.file.read(tensor.begin, tensor.bytes, address)
@@ -114,7 +112,6 @@ class Contents(NamedTuple):
         return _described(library_of(value), value)
 
     def digest(self, row: Weight) -> str:
-        """The SHA-256 of its bytes in the weight's layout."""
         memory = array_type(self.bytes)()
         self.near().copy_to(ctypes.addressof(memory), row)
         return sha256(memoryview(memory)[: self.bytes]).hexdigest()
@@ -221,19 +218,14 @@ def _of_bundle(path: str) -> NamedContents:
 
 # --- an update, checked against the manifest before anything changes ----------------------------------------------------
 
-REASONS = {
-    CONSTANT: "is a constant of the model, and not in its state_dict",
-    FOLDED: "was folded: compiled code holds values that were computed from it",
-    BAKED: "was read by Python at {where} while the bundle was built, which went on by its value",
-    "state": "is state, which calls change",
-}
-
-HINTS = {
-    CONSTANT: "leave it out",
-    FOLDED: "build the bundle again with the new weights",
-    BAKED: "build the bundle again with the new weights",
-    "state": "leave it out; `program.state` writes state",
-}
+FROZEN = {
+    CONSTANT: ("is a constant of the model, and not in its state_dict", "leave it out"),
+    FOLDED: ("was folded: compiled code holds values that were computed from it", "build the bundle again with the new weights"),
+    BAKED: ("was read by Python at {where} while the bundle was built, which went on by its value",
+        "build the bundle again with the new weights"),
+    "state": ("is state, which calls change", "leave it out; `program.state` writes state"),
+}  # fmt: skip
+"""Why weights cannot be updated, and what to do."""
 
 
 def update(manifest: Manifest, programs: Sequence[Sequence[Any]], weights: object, *, partial: bool) -> None:
@@ -278,8 +270,9 @@ def checked(manifest: Manifest, named: NamedContents, device: int | None, *, par
     for name, contents in named.items():  # the slowest check is the last
         kept = fixed.get(rows[name].tensor)
         if kept is not None and contents.digest(rows[name]) != kept.sha256:
-            text = f"weight {name!r} {REASONS[kept.reason].format(where=kept.where)}, and the new value differs"
-            raise CallError("update-refused", text, HINTS[kept.reason])
+            reason, hint = FROZEN[kept.reason]
+            text = f"weight {name!r} {reason.format(where=kept.where)}, and the new value differs"
+            raise CallError("update-refused", text, hint)
     return {index: contents for index, (_, contents) in chosen.items()}
 
 
@@ -291,14 +284,12 @@ def updatable(manifest: Manifest) -> tuple[list[str], dict[str, str]]:
 
 
 def _fixed(manifest: Manifest) -> dict[str, FrozenWeight]:
-    """Frozen weights by tensor."""
     known = {manifest.weights[row.weight].tensor: row for row in manifest.frozen}
     state = [(index, row.tensor) for index, row in enumerate(manifest.weights) if row.memory == "state"]
     return {tensor: FrozenWeight(weight=index, reason="state", sha256="") for index, tensor in state} | known
 
 
 def _check_names(listed: Iterable[object], manifest: Manifest) -> None:
-    """Raises update-invalid for unknown names."""
     known = dict.fromkeys(row.name for row in manifest.weights)
     names = [name for name in listed if isinstance(name, str)]
     name = next((name for name in names if name not in known), None)

@@ -151,7 +151,6 @@ class Upload:
             self._reader.close()
 
     def _run(self) -> None:
-        """The thread; `cleanup` frees the slots when nothing is in flight."""
         size, number, pinned = self._way.chunk, min(self._way.slots, self._total), self._way.pinned
         try:
             with self._context, Relaxed(), ExitStack() as cleanup:

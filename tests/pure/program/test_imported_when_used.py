@@ -20,7 +20,7 @@ SELDOM = (
     "call.aliasing", "call.profile", "call.structure", "call.warmup",
     "cpu", "cuda.stream_executor", "format.safetensors_writer", "format.variants", "gpu.attached", "gpu.engine_replay",
     "gpu.fast_path", "gpu.host_steps", "gpu.step_times", "gpu.threaded_copies", "gpu.update",
-    "program.exchanging", "program.ranks", "program.rendezvous", "program.replicas", "program.state", "signatures",
+    "program.exchanging", "program.ranks", "program.replicas", "program.state", "signatures",
     "tables.collectives", "tables.module_state", "tensors.capsules", "tensors.comparison",
     "tensors.input_errors", "tensors.numbers", "tensors.numpy_arrays", "tensors.torch_tensors", "validate.bundle",
     "validate.engine", "validate.host_code", "validate.state", "weights.host",
