@@ -6,8 +6,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .errors import BundleError, CallError, MachineError
 from .format.archive import Archive
@@ -33,8 +32,7 @@ FORGEABLE = frozenset(map(bytes.fromhex, (
 """Keys of small order, without the sign bit: anybody can sign with them, and OpenSSL accepts them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """`key` is the alleged signer, until it is found among trusted keys."""
 
     key: bytes

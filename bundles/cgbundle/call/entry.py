@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError, CgbundleError
+from ..format.pytree import children
 from ..format.schema import EntrySpec, Manifest, Tree
 from ..format.spans import is_dense
 from ..tensors.library import Descriptor, Library, library_of
@@ -49,8 +50,9 @@ class Entry:
         if spec.data_sizes:
             from .structure import DataSizes  # few bundles have any: a load without them stays light
 
-            self._data_sizes = DataSizes(spec, session.backend)
-            self._build = self._data_sizes.builder(self._build)
+            self._data_sizes, build = DataSizes(spec, session.backend), self._build
+            cut = self._data_sizes.cut
+            self._build = lambda outputs: build(cut(outputs))
         if spec.aliases or spec.mutated_inputs:
             from .aliasing import MutatedInputs, OutputAliases  # likewise
 
@@ -324,21 +326,18 @@ def builder(tree: Tree) -> Callable[[Sequence[Any]], Any]:
         return itemgetter(body)
     if kind == "value":
         return lambda tensors: body
+    parts = [builder(child) for _, child in children(tree)]
     if kind == "dict":
         keys = [key for key, _ in body]
-        parts = [builder(child) for _, child in body]
         return lambda tensors: {key: part(tensors) for key, part in zip(keys, parts, strict=True)}
     if kind == "namedtuple":
         fields: Callable[..., Any] = namedtuple(body[0], body[1])  # type: ignore[misc]
-        parts = [builder(child) for child in body[2]]
         return lambda tensors: fields(*[part(tensors) for part in parts])
     if kind == "record":
         from .structure import record_class  # few results have any: a load without them stays light
 
         make = record_class(body[0], body[1], tuple(body[2])).of
-        parts = [builder(child) for child in body[3]]
         return lambda tensors: make([part(tensors) for part in parts])
-    parts = [builder(child) for child in body]
     if kind == "list":
         return lambda tensors: [part(tensors) for part in parts]
     return lambda tensors: tuple([part(tensors) for part in parts])

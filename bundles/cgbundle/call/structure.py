@@ -232,9 +232,6 @@ class DataSizes:
         self._counts = sorted({row.count for row in entry.data_sizes})
         self._axes = {index: len(spec.shape) for index, spec in enumerate(entry.outputs)}
 
-    def builder(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda outputs: build(self.cut(outputs))
-
     def cut(self, outputs: Sequence[Any]) -> list[Any]:
         """The flat outputs of a replay with those of `entry.data_sizes` cut; the counts stay behind them."""
         numbers = {place: self._number(outputs[place]) for place in self._counts}

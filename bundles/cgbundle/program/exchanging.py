@@ -150,17 +150,6 @@ def create_part(world: World, context: Context, cleanup: ExitStack, *, shared: b
     return handle
 
 
-def export_part(handle: int) -> int:
-    """A file descriptor for a shared part, which the caller closes."""
-    return int(call("cuMemExportToShareableHandle", handle, MEM_FILE_DESCRIPTOR, 0))
-
-
-def import_part(descriptor: int, context: Context, cleanup: ExitStack) -> int:
-    handle = int(call("cuMemImportFromShareableHandle", descriptor, MEM_FILE_DESCRIPTOR, detail="memory peer"))
-    cleanup.callback(within, context, "cuMemRelease", handle)
-    return handle
-
-
 def reserve(world: World, context: Context, cleanup: ExitStack) -> int:
     size = world.stride * world.size
     base = int(call("cuMemAddressReserve", size, GRANULARITY, 0, 0))

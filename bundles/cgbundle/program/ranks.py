@@ -14,7 +14,7 @@ from ..call.locks import during
 from ..cuda import memory
 from ..cuda.background import ContextFuture
 from ..cuda.driver import Context, call, cu
-from ..cuda.libcuda import EVENT_DISABLE_TIMING, PEER_ENABLED_BEFORE
+from ..cuda.libcuda import EVENT_DISABLE_TIMING, MEM_FILE_DESCRIPTOR, PEER_ENABLED_BEFORE
 from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
@@ -28,8 +28,6 @@ from .exchanging import (
     begin_part,
     check_room,
     create_part,
-    export_part,
-    import_part,
     map_part,
     meet,
     refused,
@@ -232,7 +230,7 @@ class OneRankBackend(ExchangingBackend):
                 handle = create_part(world, mine, outside, shared=True)
                 map_part(world, self._part(world.rank), handle, [mine], outside)
                 begin_part(world, self._part(world.rank), int(timeout * SECOND), mine.stream)
-                descriptor = export_part(handle)
+                descriptor = int(call("cuMemExportToShareableHandle", handle, MEM_FILE_DESCRIPTOR, 0))
                 try:
                     digest = hashlib.sha256(whole.text).hexdigest()
                     parts, self._board, self.seed = meet(rendezvous, world.rank, world.size, digest, descriptor, timeout)
@@ -242,7 +240,9 @@ class OneRankBackend(ExchangingBackend):
                 try:
                     for rank, part in enumerate(parts):
                         if rank != world.rank:
-                            map_part(world, self._part(rank), import_part(part, mine, outside), [mine], outside)
+                            handle = int(call("cuMemImportFromShareableHandle", part, MEM_FILE_DESCRIPTOR, detail="memory peer"))
+                            outside.callback(within, mine, "cuMemRelease", handle)
+                            map_part(world, self._part(rank), handle, [mine], outside)
                 finally:
                     for part in parts:
                         os.close(part)

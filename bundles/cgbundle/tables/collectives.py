@@ -3,7 +3,7 @@ because each waits for its match on the other ranks."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, pairwise
 from struct import Struct
 from typing import NamedTuple
 
@@ -53,39 +53,34 @@ def exchanges(table: Table, world: World | None) -> list[Exchange]:
     branch or loop contains one, and the nodes of a table with exchanges run in sequence."""
     if PEER not in bytes(table.relocation_memory):
         return []
-    bounds, launches, kernel = table.relocation_bounds.tolist(), [], -1
+    bounds, launches, kernels = table.relocation_bounds.tolist(), [], count()
     for position, kind in enumerate(bytes(table.kind)):
-        kernel += kind == KERNEL
         if kind != KERNEL:
             continue
+        kernel = next(kernels)
         rows = range(bounds[kernel], bounds[kernel + 1])
-        if not any([table.relocation_memory[row] == PEER for row in rows]):
+        places = [(table.relocation_at[row], table.relocation_memory[row], table.relocation_offset[row]) for row in rows]
+        if not any([memory == PEER for _, memory, _ in places]):
             continue
         where = f"{table.where}: nodes[{position}]"
         if world is None:
             raise BundleError("table-invalid", f"{where}: memory peer, in a bundle for one device")
         if table.graph(position):
             raise BundleError("table-invalid", f"{where}: an exchange between ranks in a branch or a loop")
-        launches.append(_exchange(table, kernel, rows, world, where))
-    nodes = table.counts["nodes"]
+        peers = [(FIRST_PEER + 8 * rank, PEER, rank * world.stride) for rank in range(world.size)]
+        function = table.function[kernel]
+        first, last = table.param_bounds[function], table.param_bounds[function + 1]
+        layout = tuple(zip(table.param_offset[first:last], table.param_size[first:last], strict=True))
+        known = layout == params(world.size) and [at for at, _, _ in places[:2]] == [INPUT, OUTPUT] and places[2:] == peers
+        if not known or any([memory == PEER for _, memory, _ in places[:2]]):
+            raise BundleError("table-invalid", f"{where}.relocations: not those of an exchange between {world.size} ranks")
+        begin, size = table.block_offset[kernel], table.block_size[kernel]
+        stride, pieces, rank, senders = unpacked(world.size, bytes(table.blocks[begin : begin + size]))
+        if rank != world.rank:
+            raise BundleError("table-invalid", f"{where}.block: of rank {rank}, the bundle is rank {world.rank}'s")
+        shape = table.grid_x[kernel], table.threads_x[kernel]
+        launches.append(Exchange(table.images[function], table.symbols[function], *shape, stride, pieces, senders))
     edges = sorted(zip(table.edge_source, table.edge_target, strict=True))
-    if edges != list(pairwise(range(nodes))):
+    if edges != list(pairwise(range(table.counts["nodes"]))):
         raise BundleError("table-invalid", f"{table.where}: edges: with exchanges between ranks the nodes run one after the other")
     return launches
-
-
-def _exchange(table: Table, kernel: int, rows: range, world: World, where: str) -> Exchange:
-    places = [(table.relocation_at[row], table.relocation_memory[row], table.relocation_offset[row]) for row in rows]
-    peers = [(FIRST_PEER + 8 * rank, PEER, rank * world.stride) for rank in range(world.size)]
-    function = table.function[kernel]
-    first, last = table.param_bounds[function], table.param_bounds[function + 1]
-    layout = tuple(zip(table.param_offset[first:last], table.param_size[first:last], strict=True))
-    known = layout == params(world.size) and [at for at, _, _ in places[:2]] == [INPUT, OUTPUT] and places[2:] == peers
-    if not known or any([memory == PEER for _, memory, _ in places[:2]]):
-        raise BundleError("table-invalid", f"{where}.relocations: not those of an exchange between {world.size} ranks")
-    begin, size = table.block_offset[kernel], table.block_size[kernel]
-    stride, pieces, rank, senders = unpacked(world.size, bytes(table.blocks[begin : begin + size]))
-    if rank != world.rank:
-        raise BundleError("table-invalid", f"{where}.block: of rank {rank}, the bundle is rank {world.rank}'s")
-    shape = table.grid_x[kernel], table.threads_x[kernel]
-    return Exchange(table.images[function], table.symbols[function], *shape, stride, pieces, senders)

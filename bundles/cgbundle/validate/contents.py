@@ -9,7 +9,7 @@ from ..errors import BundleError
 from ..format import file_names
 from ..format.archive import Archive
 from ..format.safetensors import Entry
-from ..format.schema import File, Manifest, Weight
+from ..format.schema import File, Weight
 from ..format.spans import graph_memories, memory_order
 from . import require
 from .manifest import check_manifest
@@ -23,20 +23,19 @@ def check_loaded(bundle: Archive, *, full: bool = False, tables: bool = True) ->
     Raises manifest-invalid, file-damaged, weights-invalid or table-invalid for the first invariant that does not hold."""
     manifest = bundle.manifest
     check_manifest(manifest)
-    for file in manifest.files if full or len(bundle.variants) == 1 else _own_files(manifest):
+    files: Sequence[File] = manifest.files
+    if not full and len(bundle.variants) > 1:  # those of this variant; kernel images are hashed when they are loaded
+        paths = file_names.recordings(manifest) | {region.file for region in manifest.regions}
+        paths |= {manifest.module_state, file_names.SELF_TEST}
+        paths |= {*file_names.weight_files(manifest), *file_names.program_files(manifest)}
+        files = [file for file in files if file.path in paths]
+    for file in files:
         later = file.path in LARGE or file.path.startswith(file_names.RANKS)
         bundle.check_hash(file) if full or not later else bundle.check_size(file)
     check_weights(bundle)
     check_host_code(bundle)
     if tables and manifest.target.kind == "cuda":
         check_tables(bundle)
-
-
-def _own_files(manifest: Manifest) -> list[File]:
-    """The files of one of several variants, except kernel images, which are hashed when they are loaded."""
-    paths = file_names.recordings(manifest) | {region.file for region in manifest.regions}
-    paths |= {manifest.module_state, file_names.SELF_TEST, *file_names.weight_files(manifest), *file_names.program_files(manifest)}
-    return [file for file in manifest.files if file.path in paths]
 
 
 def check_weights(bundle: Archive) -> None:

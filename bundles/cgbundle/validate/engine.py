@@ -30,8 +30,7 @@ def check_engine(manifest: Manifest) -> None:
     engine = manifest.engine
     assert engine is not None  # whoever calls this has looked
     require(manifest.target.kind == "cuda", "target.kind", "an engine's graphs are for a GPU")
-    others = ("entries", "regions", "random", "frozen", "state_dimensions", "donations", "donated", "allowed", "world")
-    for field in others:
+    for field in ("entries", "regions", "random", "frozen", "state_dimensions", "donations", "donated", "allowed", "world"):
         require(getattr(manifest, field) in ((), None), field, "of a bundle of an engine's graphs")
     require(all(row.computed for row in manifest.weights), "weights", "of a bundle of an engine's graphs")
     require(1 <= len(engine.graphs) <= TABLE_ROWS, "engine.graphs", f"{len(engine.graphs)} of them")
@@ -41,29 +40,25 @@ def check_engine(manifest: Manifest) -> None:
         require(len(set(values)) == len(values), "engine.graphs", f"a {field} stands twice")
     memories = dict(manifest.memories)
     require({"inputs", "arena"} <= memories.keys(), "memories", "of an engine's graphs have inputs and an arena")
-    _check_spans(engine, memories["inputs"])
-    _check_tensors(engine, memories["arena"])
-
-
-def _check_spans(engine: Engine, size: int) -> None:
     for index, row in enumerate(engine.spans):
         where, power = f"engine.spans[{index}]", row.alignment & (row.alignment - 1) == 0
         require(power and 1 <= row.alignment <= LARGEST_ALIGNMENT, f"{where}.alignment", f"{row.alignment}")
         require(row.bytes > 0 and not row.offset % LARGEST_ALIGNMENT, where, "is empty, or not aligned")
-        require(row.offset + row.bytes < size, where, f"ends outside memory inputs, which has {size} bytes")
+        inside = row.offset + row.bytes < memories["inputs"]
+        require(inside, where, f"ends outside memory inputs, which has {memories['inputs']} bytes")
     for index, (row, after) in enumerate(pairwise(engine.spans)):
         require(row.offset + row.bytes < after.offset, f"engine.spans[{index + 1}]", "does not begin behind the one before it")
-
-
-def _check_tensors(engine: Engine, arena: int) -> None:
     require(len({row.name for row in engine.tensors}) == len(engine.tensors), "engine.tensors", "a name stands twice")
-    for index, row in enumerate(engine.tensors):
-        where = f"engine.tensors[{index}]"
-        sound = len(row.shape) == len(row.strides) and min((*row.shape, *row.strides), default=0) >= 0
-        require(sound, where, f"shape {list(row.shape)}, strides {list(row.strides)}")
-        size = span_of(row.dtype, row.shape, row.strides)
-        inside = row.offset + size <= arena if row.memory == "arena" else span_of_tensor(engine, row) is not None
-        require(size > 0 and inside, where, f"{size} bytes at {row.offset} of memory {row.memory} lie outside of it")
+    for index, tensor in enumerate(engine.tensors):
+        where, shape, strides = f"engine.tensors[{index}]", tensor.shape, tensor.strides
+        valid = len(shape) == len(strides) and min((*shape, *strides), default=0) >= 0
+        require(valid, where, f"shape {list(shape)}, strides {list(strides)}")
+        size = span_of(tensor.dtype, shape, strides)
+        inside = tensor.offset + size <= memories["arena"]
+        if tensor.memory == "inputs":
+            inside = span_of_tensor(engine, tensor) is not None
+        text = f"{size} bytes at {tensor.offset} of memory {tensor.memory} lie outside of it"
+        require(size > 0 and inside, where, text)
 
 
 def span_of_tensor(engine: Engine, tensor: EngineTensor) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 from ..format.file_names import host_regions
 from ..format.json_text import parse
 from ..format.records import is_record, members
-from ..format.schema import EntrySpec, Manifest, Value, Weight
+from ..format.schema import Manifest, Value, Weight
 
 MAGIC = b"cgb-rows"
 """The last bytes of the file; before them the length of the rows in 8 bytes, and before that the rows."""
@@ -23,26 +23,20 @@ CONTENTS = ("zeros",)  # fields about the contents of memory, on which code does
 _WEIGHT, _VALUE = [attrgetter(*[name for name in members(record) if name not in CONTENTS]) for record in (Weight, Value)]
 
 
-def _owner(manifest: Manifest, region: int) -> EntrySpec:
-    """The entry that runs a host region; the first if none does."""
-    return next((entry for entry in manifest.entries if region in host_regions(entry)), manifest.entries[0])
-
-
 def described(manifest: Manifest, region: int) -> bytes:
     """The rows that the code of a host region depends on, as canonical JSON."""
-    row, entry = manifest.regions[region], _owner(manifest, region)
-    steps = [(program, step) for program in entry.programs for step in program.steps if step.kind == "host"]
-    plain: dict[str, Any] = {
-        "constants": [(name, _WEIGHT(manifest.weights[weight])) for name, weight in row.constants],
-        "calls": [
-            (program.key, [[_VALUE(program.values[index]) for index in side] for side in (step.inputs, step.outputs)])
-            for program, step in steps
-            if step.region == region
-        ],
-    }
+    # of the entry that runs it; of the first if none does
+    entry = next((entry for entry in manifest.entries if region in host_regions(entry)), manifest.entries[0])
+    calls = []
+    for program in entry.programs:
+        for step in program.steps:
+            if step.kind == "host" and step.region == region:
+                sides = [[_VALUE(program.values[index]) for index in side] for side in (step.inputs, step.outputs)]
+                calls.append((program.key, sides))
+    constants = [(name, _WEIGHT(manifest.weights[weight])) for name, weight in manifest.regions[region].constants]
+    plain: dict[str, Any] = {"constants": constants, "calls": calls}
     if manifest.target.kind == "cpu":
-        plain |= {name: _plain(getattr(entry, name)) for name in SIGNATURE}
-        plain["random"] = manifest.random
+        plain |= {name: _plain(getattr(entry, name)) for name in SIGNATURE} | {"random": manifest.random}
     return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -163,8 +163,10 @@ class Upload:
                 slots = [new_slot(memory[at : at + size], cleanup) for at in range(0, size * number, size)]
                 if pinned:
                     self._send_by_readers(slots, cleanup)
-                else:
-                    self._send_in_turn(slots[0])
+                for index, group in enumerate(self._groups if not pinned else ()):  # one after the other
+                    self._send(cu.cuMemcpyHtoDAsync, slots[0], group, self._fill(slots[0], index, group))
+                    call("cuStreamSynchronize", slots[0].stream, detail="weights")
+                    self._sent += 1
         except (CgbundleError, OSError) as failure:  # for whoever waits
             self._failure = self._failure or failure
 
@@ -227,12 +229,6 @@ class Upload:
             self._sent += 1
         for slot in travelling:
             call("cuStreamSynchronize", slot.stream, detail="weights")
-
-    def _send_in_turn(self, slot: Slot) -> None:
-        for index, group in enumerate(self._groups):
-            self._send(cu.cuMemcpyHtoDAsync, slot, group, self._fill(slot, index, group))
-            call("cuStreamSynchronize", slot.stream, detail="weights")
-            self._sent += 1
 
     def _fill(self, slot: Slot, index: int, group: Sequence[Piece]) -> int:
         """Reads a group, and requests readahead of later ones; returns its start in the slot."""
