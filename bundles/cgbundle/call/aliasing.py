@@ -115,15 +115,11 @@ class OutputAliases:
         backend, layouts = self._backend, self._layouts[program]
         if backend.device is not None:
             return values
-
-        def over(alias: Alias, base: int, owner: object) -> None:
-            value, _, offset, _ = layouts[alias.output]
-            values[alias.output] = library.wrap(base + offset, value.dtype, value.shape, value.strides, owner)
-
         for alias in self._weight_aliases:
-            over(alias, backend.address(alias.index, stream), (backend.owner, stream))
+            address = backend.address(alias.index, stream)
+            values[alias.output] = _over(library, layouts[alias.output], address, (backend.owner, stream))
         for alias in self._input_aliases:
-            over(alias, addresses[alias.index], None)
+            values[alias.output] = _over(library, layouts[alias.output], addresses[alias.index], None)
         for alias in self._output_aliases:
             values[alias.output] = _part(library, layouts[alias.output], values[alias.index])
         return values
@@ -151,6 +147,11 @@ class OutputAliases:
                 for alias in self._input_aliases:  # it lies in a padded input that is gone after the call
                     values[alias.output] = library.copy(values[alias.output])
         return values, bare
+
+
+def _over(library: Library, seen: AliasLayout, base: int, owner: object) -> Any:
+    value = seen.value
+    return library.wrap(base + seen.offset, value.dtype, value.shape, value.strides, owner)
 
 
 def _part(library: Library, seen: AliasLayout, base: Any) -> Any:

@@ -24,9 +24,12 @@ class Tensor:
     def __init__(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, owner: Any, device: int | None = None
     ) -> None:
-        self.address, self.dtype, self.shape = address, dtype, tuple(shape)
+        self.address = address  # one by one: every call makes some, and a tuple takes longer
+        self.dtype = dtype
+        self.shape = tuple(shape)
         self.strides = dense(shape) if strides is None else tuple(strides)
-        self.device, self.owner = device, owner
+        self.device = device
+        self.owner = owner
         self._capsule: object = None
         self._taken: tuple[Any, ...] | None = None  # by `DLPack.take`
 
@@ -142,21 +145,22 @@ def copy(target: Tensor, source: Tensor) -> None:
     _check_near(target)
     _check_near(source)
     size = DTYPES[target.dtype]
+    if 0 in target.shape:
+        return
     axes = [axis for axis in zip(target.shape, target.strides, source.strides, strict=True) if axis[0] != 1]
     run = size
     while axes and axes[-1][1] * size == run and axes[-1][2] * size == run:
         run *= axes.pop()[0]
+    _copy(target.address, source.address, axes, run, size)
 
-    def copy_axes(into: int, out: int, axis: int) -> None:
-        if axis == len(axes):
-            ctypes.memmove(into, out, run)
-            return
-        length, target_stride, source_stride = axes[axis]
-        for index in range(length):
-            copy_axes(into + index * target_stride * size, out + index * source_stride * size, axis + 1)
 
-    if 0 not in target.shape:
-        copy_axes(target.address, source.address, 0)
+def _copy(target: int, source: int, axes: list[tuple[int, int, int]], run: int, size: int) -> None:
+    if not axes:
+        ctypes.memmove(target, source, run)
+        return
+    (length, into, out), rest = axes[0], axes[1:]
+    for index in range(length):
+        _copy(target + index * into * size, source + index * out * size, rest, run, size)
 
 
 def _kind(tensor: Tensor) -> str:
