@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .call.entry import Entry
     from .call.outputs import View
     from .call.profile import Profile
-    from .call.records import Record
+    from .call.structure import Record
     from .format.schema import Manifest, TensorSpec
     from .gpu.attached import AttachedGraph, AttachedGraphs, attach
     from .loader import load
@@ -47,7 +47,7 @@ __all__ = [
 
 _MODULES = {
     "load": "loader", "Program": "program", "Entry": "call.entry", "Profile": "call.profile", "Tensor": "tensors.tensor",
-    "View": "call.outputs", "Record": "call.records", "State": "program.state", "Manifest": "format.schema",
+    "View": "call.outputs", "Record": "call.structure", "State": "program.state", "Manifest": "format.schema",
     "attach": "gpu.attached", "AttachedGraph": "gpu.attached", "AttachedGraphs": "gpu.attached",
     "TensorSpec": "format.schema", "Replicas": "program.replicas", "ReplicatedEntry": "program.replicas",
 }  # fmt: skip

@@ -1,8 +1,5 @@
-"""The catalogue of runtime errors: a few classes that callers catch, a code per cause.
-
-An error is one line: what is wrong, where, what was expected and found; `hint` says what to do.  `exit_code` is what the command
-line returns: 1 when the bundle is wrong, 2 when the call, the machine or the path is.
-"""
+"""The catalogue of runtime errors: classes that callers catch, and a code per cause. An error is one line (what is wrong, where,
+expected and actual); `hint` says what to do. `exit_code`: 1 for a bad bundle, 2 for the call, the machine or the path."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Cause:
-    """A row of a catalogue: the class that is raised, the exit code, what it means, and what to do unless the raiser says."""
+    """A row of a catalogue: class, exit code, meaning, default hint."""
 
     __slots__ = ("error", "exit_code", "hint", "meaning")  # by hand: to make a dataclass takes `import cgbundle` a millisecond
 
@@ -95,14 +92,14 @@ class EntryMissing(CallError, KeyError):
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """What an error says behind a name that is none of `known`: " (did you mean decode?)", or "" where none is near."""
+    """ " (did you mean decode?)", or "" without a similar name."""
     from difflib import get_close_matches  # only where something is wrong
 
     return "".join([f" (did you mean {near}?)" for near in get_close_matches(name, known, 1, 0.6)])
 
 
 def place(message: str) -> str:
-    """What stands before the first colon and blank of a message, where it is one word or a path that exists; else ""."""
+    """The start of a message up to ": ", if it is one word or an existing path; else ""."""
     where, colon, _ = message.partition(": ")
     if not colon or not any(map(str.isspace, where)):
         return where if colon else ""
@@ -110,12 +107,11 @@ def place(message: str) -> str:
     return where if os.path.lexists(path if line and number.isdigit() else where) else ""
 
 
-LONGEST = 2000
-"""Characters of a message that speaks of what a bundle holds."""
+LONGEST = 2000  # characters of a message that quotes a bundle
 
 
 def one_line(message: str) -> str:
-    """`message` without anything that could drive a terminal or that no encoding has, and cut in the middle where it is long."""
+    """The message, printable and shortened."""
     shown = _cut(message)
     if shown.isprintable():
         return shown

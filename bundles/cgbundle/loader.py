@@ -1,6 +1,5 @@
-"""`load`: begins the context of a GPU, then opens the bundle (program/opening.py).
-
-What is imported before the context begins delays the first answer by its whole time."""
+"""`load`: starts the context of a GPU, then opens the bundle (program/opening.py). Imports before the context delay the first
+answer."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 
 CUDA, GLANCE = b'"kind":"cuda"', 16 << 20
-"""How a manifest for a GPU spells its target, and the bytes that are searched.  A wrong guess costs an unused context, or the time
-that one takes, nothing else."""
+"""The target in a manifest for a GPU, and the bytes that are searched. A wrong guess costs an unused context, or its time."""
 
 if TYPE_CHECKING:
 
@@ -47,26 +45,12 @@ if TYPE_CHECKING:
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    device: int = 0,
-    devices: Sequence[int] | None = None,
-    replicas: bool = False,
-    mode: str = "graph",
-    on_miss: str = "pad",
-    outputs: str = "copy",
-    check: str = "load",
-    weights: str = "map",
-    lazy: bool | None = None,
-    key: Keys | None = None,
-    threads: int | None = None,
-    cast: bool = False,
-    timeout: float = 30.0,
-    rank: int | None = None,
-    rendezvous: str | os.PathLike[str] | None = None,
-    variant: str | None = None,
+    path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: bool = False,
+    mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
+    lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False, timeout: float = 30.0,
+    rank: int | None = None, rendezvous: str | os.PathLike[str] | None = None, variant: str | None = None,
     state: Mapping[str, int] | None = None,
-) -> Program | Replicas:
+) -> Program | Replicas:  # fmt: skip
     """Loads the bundle at `path`.  The program keeps the checked files, even if the bundle is replaced or removed later.
 
     - `device`: the CUDA device; the cpu target ignores it.
@@ -109,14 +93,14 @@ def load(
 
 
 def open_program(path: str | os.PathLike[str], device: int = 0, **options: Any) -> Program:
-    """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
-    so that a replay that relies on one goes wrong, and state has a row more than the fewest.  For verification."""
+    """`load` for verification. `poison`: a byte that fills the arena and undefined bytes of kernel parameters, so that a replay
+    that relies on them fails; and state has a row more than the minimum."""
     program: Program = _open(path, device, **options)
     return program
 
 
 def _open(path: Any, device: Any, devices: Any = None, *, replicas: bool = False, **options: Any) -> Any:
-    """Begins the context.  All else is imported while it is made."""
+    """Starts the context, and imports everything else meanwhile."""
     first = devices[0] if isinstance(devices, list | tuple | range) and devices else device
     begins = type(first) is int and first >= 0 and not replicas
     context = _begin_context(path, first) if begins else ContextFuture(None)
@@ -129,7 +113,7 @@ def _open(path: Any, device: Any, devices: Any = None, *, replicas: bool = False
 
 
 def _begin_context(path: Any, device: int) -> ContextFuture:
-    """The context of GPU number `device`, begun at once when the manifest looks like that of a bundle for a GPU."""
+    """The context of a GPU, started if the manifest looks like one for a GPU."""
     try:
         folder = open_directory(os.fspath(path))
         try:

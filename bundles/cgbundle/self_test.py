@@ -1,53 +1,46 @@
-"""The stored self-test: inputs and expected outputs of every int_key, and what a call leaves in inputs and in state.
-
-It is replayed from the first state and compared with nothing but the standard library.
-`python -m cgbundle.self_test BUNDLE [KEY ...]` is the fresh process that a build proves itself in; it prints one JSON object.  With
-`--outputs FILE` before them it writes what a failed replay gave to that file, as exam.safetensors names it.
-"""
+"""Replays the stored self-test from the initial state and compares with the standard library only. `python -m cgbundle.self_test
+[--outputs FILE] BUNDLE [KEY ...]` is the fresh process that verifies a build: it prints one JSON object, and writes the results of
+failed replays to FILE, named as in exam.safetensors."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import random
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .call.locks import during
 from .call.outputs import View
 from .errors import BundleError, CallError, CgbundleError
 from .format import safetensors_writer
-from .format.file_names import FORWARD, SELF_TEST, self_test_entry
+from .format.file_names import FORWARD, SELF_TEST, donating_programs, self_test_entry
 from .format.safetensors import Mapped
 from .format.schema import DTYPES, STATE, Dimension, EntrySpec, Proof
 from .format.spans import span
 from .format.variants import variant_name
 from .loader import open_program
 from .program import Program
-from .tensors import condensed
+from .tensors import comparison
 from .tensors.comparison import describe, difference, nearest
 from .tensors.self_test_tensors import ComparedTensor, is_exact, self_test_tensors, stored
 from .tensors.self_test_tensors import inputs_of as inputs_of
+from .tensors.tensor import Tensor, copy, empty, from_bytes
 
-if TYPE_CHECKING:
-    from .program.chained_calls import ChainResult
-
-POISON = 0xFF
-"""Fills memory that no replay may read before it writes it: NaN as a float, -1 as an integer."""
-
+POISON = 0xFF  # fills memory that no replay may read before it writes it: NaN, or -1
 BITS = "bits"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A tensor of the self-test beside what a replay gave: `error` as in `comparison.difference`, `bound` the
-    largest that is allowed.
-
-    `exact`: it had the expected bits.  `text` says what differs, "" where floats are allowed to.
-    """
+    """A compared tensor. `error` as in `comparison.difference`; `exact`: equal bits; `text`: the difference, "" if floats may
+    differ."""
 
     title: str
     error: float
@@ -56,13 +49,12 @@ class Compared:
     text: str
 
     def passed(self, compare: str) -> bool:
-        """Whether the bundle keeps its promise for this tensor."""
         return self.exact if compare == BITS else self.error <= self.bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one int_key of an entry gave: outputs, mutated inputs and state, in the order of `self_test_tensors`."""
+    """The result for one int_key of an entry: outputs, mutated inputs and state, in the order of `self_test_tensors`."""
 
     entry: str
     key: tuple[int, ...]
@@ -70,70 +62,42 @@ class Result:
 
     @property
     def error(self) -> float:
-        """The error that came nearest to its bound, or went furthest beyond."""
-        return self._nearest()[0]
+        """The error nearest to its bound, or furthest beyond."""
+        return nearest([(tensor.error, tensor.bound) for tensor in self.tensors])[0]
 
     @property
     def tolerance(self) -> float:
-        """The bound of this error."""
-        return self._nearest()[1]
+        return nearest([(tensor.error, tensor.bound) for tensor in self.tensors])[1]
 
     @property
     def exact(self) -> bool:
-        """Whether all had the expected bits."""
         return all(tensor.exact for tensor in self.tensors)
 
     def passed(self, compare: str) -> bool:
-        """Whether the bundle keeps its promise for this key."""
         return all(tensor.passed(compare) for tensor in self.tensors)
 
     def plain(self, compare: str) -> dict[str, Any]:
-        """For JSON: {"entry", "key", "error", "tolerance", "exact", "passed", "tensors": [{"title", "error", "bound", "exact",
-        "text", "passed"}]}."""
-        fields = {"entry": self.entry, "key": self.key, "error": self.error, "tolerance": self.tolerance, "exact": self.exact}
+        """For JSON: all fields, `passed`, and the tensors as objects."""
+        fields = {name: getattr(self, name) for name in ("entry", "key", "error", "tolerance", "exact")}
         rows = [{**asdict(tensor), "passed": tensor.passed(compare)} for tensor in self.tensors]
         return {**fields, "passed": self.passed(compare), "tensors": rows}
 
-    def _nearest(self) -> tuple[float, float]:
-        return nearest([(tensor.error, tensor.bound) for tensor in self.tensors])
-
 
 Outputs = dict[str, safetensors_writer.Tensor]
-"""What replays gave, by the name of the self-test's tensor; `8x128/call-0/1` is output 1 of the first of several calls."""
+"""Results by the self-test's names; `8x128/call-0/1` is output 1 of the first of several calls."""
 
 
 def replay_self_test(
     program: Program, keys: Sequence[tuple[int, ...]] | None = None, failed: Outputs | None = None
 ) -> list[Result]:
-    """Replays the self-test of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), entry by
-    entry, in order.  What int_keys that fail gave is added to `failed`.
-
-    Raises weights-invalid when the self-test is damaged, and self-test-outdated for a program that was updated.
-    """
+    """Replays the loaded bundle's self-test for `keys` (default: all), in order. Adds the results of failed int_keys to `failed`.
+    Raises weights-invalid, self-test-outdated for an updated program."""
     if program.updated:
         text = f"program {program.manifest.name!r} was updated, and its self-test is about the weights that were loaded"
         raise CallError("self-test-outdated", text)
-    self_test = program.open_self_test()
-    try:
-        return [
-            _replay(self_test, program, entry, proof, failed)
-            for entry in program.manifest.entries
-            for proof in entry.self_test.proofs
-            if keys is None or proof.key in keys
-        ]
-    finally:
-        self_test.close()
-
-
-def replay_chained(program: Program) -> list[ChainResult]:
-    """Calls that take outputs where they lie beside the same calls of copies: see `session.chained_calls`."""
-    from .program.chained_calls import replay_chains  # few bundles have any
-
-    self_test = program.open_self_test()
-    try:
-        return replay_chains(program.manifest, program._backend, self_test, POISON)
-    finally:
-        self_test.close()
+    with closing(program.open_self_test()) as self_test:
+        rows = [(entry, proof) for entry in program.manifest.entries for proof in entry.self_test.proofs]
+        return [_replay(self_test, program, *row, failed) for row in rows if keys is None or row[1].key in keys]
 
 
 def name_key(entry: EntrySpec, key: Sequence[int]) -> str:
@@ -142,7 +106,7 @@ def name_key(entry: EntrySpec, key: Sequence[int]) -> str:
 
 
 def key_text(dimensions: Sequence[Dimension], key: Sequence[int], entry: str = FORWARD) -> str:
-    """`batch=8, seq=128`, `decode: batch=8`, and for no dimension `()` or `decode`."""
+    """`batch=8, seq=128`, `decode: batch=8`; without dimensions `()` or `decode`."""
     sizes = ", ".join(f"{dimension.name}={size}" for dimension, size in zip(dimensions, key, strict=True))
     return sizes or "()" if entry == FORWARD else ": ".join(filter(None, [entry, sizes]))
 
@@ -182,16 +146,16 @@ def _replay(self_test: Mapped, program: Program, spec: EntrySpec, proof: Proof, 
             shape, got = tensor.shape, tensor.tobytes()
         if failed is not None:
             actual[name] = (row.dtype, tuple(shape), partial(bytes, got))
-        if condensed.stand_in(self_test.entries, name):
+        if comparison.stand_in(self_test.entries, name):
             error, text = _beside_condensed(self_test, name, row, got, before)
-            comparison = Compared(title=row.title, error=error, bound=bound, exact=not text, text="")
-            return comparison if comparison.passed(spec.self_test.compare) else replace(comparison, text=text)
+            row_result = Compared(title=row.title, error=error, bound=bound, exact=not text, text="")
+            return row_result if row_result.passed(spec.self_test.compare) else replace(row_result, text=text)
         expected = _changed(self_test, name, before) if row.kind == "state" else bytes(stored(self_test, name))
         exact = expected == got
         error = 0.0 if exact else difference(row.dtype, expected, got)
-        comparison = Compared(title=row.title, error=error, bound=bound, exact=exact, text="")
-        fine = exact or (comparison.passed(spec.self_test.compare) and not is_exact(row.dtype))
-        return comparison if fine else replace(comparison, text=describe(row.dtype, shape, expected, got))
+        row_result = Compared(title=row.title, error=error, bound=bound, exact=exact, text="")
+        fine = exact or (row_result.passed(spec.self_test.compare) and not is_exact(row.dtype))
+        return row_result if fine else replace(row_result, text=describe(row.dtype, shape, expected, got))
 
     pairs = zip(self_test_tensors(manifest, spec), spec.self_test.bounds, strict=True)
     result = Result(entry=spec.name, key=proof.key, tensors=tuple([compared(row, bound) for row, bound in pairs]))
@@ -205,7 +169,7 @@ def _tensor(value: Any) -> Any:
 
 
 def _changed(self_test: Mapped, name: str, first: bytes) -> bytes:
-    """What a row of state has to hold after the call: its `first` bytes, but for the runs of elements that the self-test names."""
+    """State after the call: the initial bytes with the changed elements of the self-test."""
     expected, elements, taken = bytearray(first), stored(self_test, name), 0
     for begin, end in _runs(self_test, name, DTYPES[self_test.entries[name].dtype], len(first)):
         if taken + end - begin > len(elements):
@@ -216,7 +180,7 @@ def _changed(self_test: Mapped, name: str, first: bytes) -> bytes:
 
 
 def _runs(self_test: Mapped, name: str, width: int, size: int) -> list[tuple[int, int]]:
-    """The first byte of every run of a row of state that the call changes, and the one behind its last.  Raises weights-invalid."""
+    """(begin, end) in bytes of every changed run of a state row. Raises weights-invalid."""
     before, _, index = name.rpartition("/state/")
     runs = memoryview(stored(self_test, f"{before}/state-at/{index}")).cast("q")
     spans = [(begin * width, (begin + count) * width) for begin, count in zip(runs[::2], runs[1::2], strict=True)]
@@ -227,8 +191,7 @@ def _runs(self_test: Mapped, name: str, width: int, size: int) -> list[tuple[int
 
 
 def _beside_condensed(self_test: Mapped, name: str, row: ComparedTensor, got: bytes, first: bytes) -> tuple[float, str]:
-    """(error, text) of a tensor that is condensed.  Of state the self-test holds what the call changes; the rest has to be as it
-    was `first`."""
+    """(error, text) of a condensed tensor. For state the self-test has the changed elements; the rest must equal `first`."""
     if row.kind == "state":
         runs, kept = _runs(self_test, name, DTYPES[row.dtype], len(got)), bytearray(got)
         for begin, end in runs:
@@ -236,23 +199,19 @@ def _beside_condensed(self_test: Mapped, name: str, row: ComparedTensor, got: by
         if kept != first:
             return math.inf, "elements that the call leaves as they are differ"
         got = b"".join([got[begin:end] for begin, end in runs])
-    return condensed.compare_stored(self_test, name, row.dtype, got)
+    return comparison.compare_stored(self_test, name, row.dtype, got)
 
 
 def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, Any]:
-    """Replays the self-test in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
-    are given, one of them must have signed what it loads.  What failed replays gave is written to the file `outputs`, if named.
-
-    {"results": [as `Result.plain`], "donations": [as `chained_calls.ChainResult`], "variant": the one that ran, "torch_imported"},
-    or {"error", "hint", "code"}.
-    """
+    """Replays the self-test in a fresh process: the result of `main`, with `exit_code`. `keys`: one of them must have signed the
+    bundle. `outputs`: file for the results of failed replays."""
     options = ("--outputs", outputs) if outputs else ()
     return run_fresh("cgbundle.self_test", [*options, path, *keys], path)
 
 
 def run_fresh(module: str, arguments: Sequence[str], path: str) -> dict[str, Any]:
-    """Runs a module of the runtime as a program in a fresh process: the object of JSON that is the last line it prints, with
-    `exit_code`.  One that ends without is reported as an error of the bundle at `path`, with `error`, `hint` and `code`."""
+    """Runs a module of the runtime in a fresh process: the JSON object on its last line, with `exit_code`. A process without one is
+    an error of the bundle at `path` ("error", "hint", "code")."""
     import subprocess
 
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -270,16 +229,12 @@ def run_fresh(module: str, arguments: Sequence[str], path: str) -> dict[str, Any
     last = (done.stderr.strip().splitlines() or [""])[-1]
     text = f"{path}: the process that replays the self-test {how}" + (f": {last}" if last else "")
     error = BundleError("self-test-crashed", text)
-    return {**_plain_error(error), "exit_code": error.exit_code}
-
-
-def _plain_error(error: CgbundleError) -> dict[str, str]:
-    return {"error": str(error), "hint": error.hint, "code": error.code}
+    return {"error": str(error), "hint": error.hint, "code": error.code, "exit_code": error.exit_code}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Loads the bundle, replays the self-test and prints {"results": [...], "donations": [...], "variant": ..., "torch_imported":
-    false} or {"error": ..., "hint": ..., "code": ...}."""
+    """Prints {"results": [...], "donations": [...], "variant": ..., "torch_imported": false} or {"error": ..., "hint": ..., "code":
+    ...}."""
     file = ""
     if arguments[0] == "--outputs":
         file, arguments = arguments[1], arguments[2:]
@@ -294,14 +249,113 @@ def main(arguments: Sequence[str]) -> int:
             compare = {entry.name: entry.self_test.compare for entry in program.manifest.entries}
             rows = [result.plain(compare[result.entry]) for result in results]
             variant = variant_name(program.manifest.target)
-            chains: list[dict[str, Any]] = []
-            if program.manifest.donations:
-                chains = [asdict(chain) for chain in replay_chained(program)]
+            chains = [asdict(chain) for chain in replay_chained(program)] if program.manifest.donations else []
     except CgbundleError as error:
-        print(json.dumps(_plain_error(error)))
+        print(json.dumps({"error": str(error), "hint": error.hint, "code": error.code}))
         return error.exit_code
     print(json.dumps({"results": rows, "donations": chains, "variant": variant, "torch_imported": "torch" in sys.modules}))
     return 0 if all(row["passed"] for row in (*rows, *chains)) else 1
+
+
+# --- calls that read donated outputs in place ----------------------------------------------------------------------------
+
+
+BETWEEN = 3  # maximum number of calls between the source and the reader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainResult:
+    """The result for one int_key: `error` is the largest of its outputs, `text` describes the differences."""
+
+    title: str
+    error: float
+    passed: bool
+    text: str
+
+
+def replay_chained(program: Program) -> list[ChainResult]:
+    """Compares calls that read donated outputs in place with calls on copies, from the initial state: for every int_key that may
+    read donated outputs, and every entry that provides some (one of its int_keys), the source entry, random other entries, then the
+    reader, all with inputs of the self-test. Before the second run reads in place, other memory is overwritten."""
+    takers: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    for donation, source, target in donating_programs(program.manifest):
+        takers.setdefault(target, {}).setdefault(source, []).append((donation.output, donation.input))
+    with closing(program.open_self_test()) as self_test:
+        calls, drawn, results = _ChainedCalls(program, self_test), random.Random(0), []
+        for target, sources in takers.items():
+            by_entry: dict[str, list[int]] = {}
+            for source in sources:
+                by_entry.setdefault(calls.rows[source][0].name, []).append(source)
+            for numbers in by_entry.values():
+                source = drawn.choice(numbers)
+                results.append(calls.compared(source, sources[source], target, drawn.random()))
+        return results
+
+
+class _ChainedCalls:
+    """Calls of a loaded bundle's programs, by number. `pairs`: (output of the source, input of the target)."""
+
+    def __init__(self, program: Program, self_test: Mapped) -> None:
+        self.program, self.backend, self.self_test = program, program._backend, self_test
+        self.rows = [(entry, row) for entry in program.manifest.entries for row in entry.programs]
+
+    def compared(self, source: int, pairs: Sequence[tuple[int, int]], target: int, seed: float) -> ChainResult:
+        expected, got = [self.run(source, pairs, target, random.Random(seed), chained=chained) for chained in (False, True)]
+        entry, worst, texts, names = self.rows[target][0], 0.0, [], []
+        for spec, bound, one, other in zip(entry.outputs, entry.self_test.bounds, expected, got, strict=False):
+            error = 0.0 if one == other else difference(spec.dtype, one, other)
+            exact = entry.self_test.compare == BITS or (is_exact(spec.dtype) and not bound)
+            if one != other and (exact or error > bound):
+                texts.append(f"output {spec.name}: {describe(spec.dtype, (len(one) // DTYPES[spec.dtype],), one, other)}")
+            worst = max(worst, error)
+        for entry, row in (self.rows[source], self.rows[target]):
+            sizes = [f"{dimension.name}={size}" for dimension, size in zip(entry.dimensions, row.key, strict=True)]
+            names.append(f"{entry.name} {', '.join(sizes)}".strip())
+        return ChainResult(title=" -> ".join(names), error=worst, passed=not texts, text="; ".join(texts))
+
+    def run(
+        self, source: int, pairs: Sequence[tuple[int, int]], target: int, drawn: random.Random, *, chained: bool
+    ) -> list[bytes]:
+        """The target's outputs, which reads the source's in place (`chained`) or as copies."""
+        self.program.reset()
+        if self.program.manifest.random is not None:
+            self.program.seed(0)
+        self.backend.poison(POISON)
+        results = self.call(source, {})
+        copies = {output: self.read(source, output, results) for output, _ in pairs}
+        others = [index for index, (entry, _) in enumerate(self.rows) if entry.name != self.rows[source][0].name]
+        for _ in range(drawn.randrange(BETWEEN + 1) if others else 0):
+            self.call(drawn.choice(others), {})
+        inputs = {index: results.addresses[output] if chained else copies[output] for output, index in pairs}
+        self.backend.poison(POISON, reserved=not chained)
+        results = self.call(target, inputs)
+        return [self.read(target, output, results) for output in range(len(self.rows[target][0].outputs))]
+
+    def call(self, number: int, inputs: Mapping[int, int | bytes]) -> Any:
+        """Replays a program. Inputs that are not given as address or bytes come from the self-test."""
+        (entry, program), backend = self.rows[number], self.backend
+
+        def replayed(stream: Any) -> Any:
+            addresses = []
+            for index, buffer in enumerate(backend.buffers(number)[0]):
+                data = inputs.get(index)
+                if data is None:
+                    name, value = self_test_entry(program.key, "input", index, entry.name), program.values[program.inputs[index]]
+                    source = from_bytes(stored(self.self_test, name), value.dtype, value.shape)
+                    memory = empty("uint8", (len(source.tobytes()),))  # the value's order of axes, which is dense
+                    copy(Tensor(memory.address, value.dtype, value.shape, value.strides, memory), source)
+                    data = memory.tobytes()
+                if isinstance(data, bytes):
+                    backend.write(buffer, data, stream)
+                addresses.append(data if isinstance(data, int) else buffer)
+            return backend.run(number, addresses, backend.device, stream)
+
+        return during(backend, None, replayed)
+
+    def read(self, number: int, output: int, results: Any) -> bytes:
+        _, program = self.rows[number]
+        size = span(program.values[program.outputs[output]])
+        return during(self.backend, None, lambda stream: self.backend.read(results.addresses[output], size, stream))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
-"""Signatures of bundles: a file beside the manifest, over the manifest's bytes, and the public keys that a caller trusts.
-
-The manifest holds the hash of every other file, so a signature of it covers them all, once the hashes are checked.  The package
-`cryptography` checks signatures and reads keys.  It is imported where a key is passed, never before.
-"""
+"""Signatures of bundles: a file beside the manifest with a signature of it, and public keys that a caller trusts. The manifest has
+the hashes of all other files. The package `cryptography` is imported only if a key is given."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .errors import BundleError, CallError, MachineError
 from .format.archive import Archive
@@ -25,9 +21,7 @@ Keys: TypeAlias = Key | Sequence[Key]
 
 KEY_BYTES = 32
 
-MAX_BYTES = 16 << 10
-"""Of a PEM file: a key takes 113, the rest may be remarks."""
-
+MAX_BYTES = 16 << 10  # of a PEM file: a key takes 113, the rest may be comments
 PUBLIC = "openssl pkey -in PRIVATE.pem -pubout -out PUBLIC.pem, and give PUBLIC.pem: machines that only check need no private key"
 
 FORGEABLE = frozenset(map(bytes.fromhex, (
@@ -35,19 +29,18 @@ FORGEABLE = frozenset(map(bytes.fromhex, (
     "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
     "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
 )))  # fmt: skip
-"""Keys of small order, but for the sign bit: everybody can sign with them, and OpenSSL takes them.  Zeros are one."""
+"""Keys of small order, without the sign bit: anybody can sign with them, and OpenSSL accepts them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Signature:
-    """The file: 32 bytes and 64.  `key` is who claims to have signed, until a reader finds it among the keys that he trusts."""
+class Signature(NamedTuple):
+    """`key` is the alleged signer, until it is found among trusted keys."""
 
     key: bytes
     signature: bytes
 
 
 def ed25519() -> Any:
-    """The module of `cryptography` that has the keys.  Raises library-missing."""
+    """The module of `cryptography`. Raises library-missing."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519 as module
     except ImportError:
@@ -57,7 +50,7 @@ def ed25519() -> Any:
 
 
 def signature_file(bundle: Archive) -> bytes | None:
-    """What the file of the signature begins with, enough to tell a longer one; None without one.  Raises signature-wrong."""
+    """The start of the signature's file, one byte more than valid; None without one. Raises signature-wrong."""
     try:
         descriptor = open_file(SIGNATURE, bundle.folder(""))
     except BundleError as error:
@@ -71,20 +64,15 @@ def signature_file(bundle: Archive) -> bytes | None:
 
 
 def read(bundle: Archive) -> Signature | None:
-    """The signature of a bundle, not checked; None without one.  Raises signature-wrong for a damaged file."""
+    """The unchecked signature of a bundle, or None. Raises signature-wrong."""
     data = signature_file(bundle)
-    if data is None:
-        return None
-    if len(data) != SIGNATURE_BYTES:
+    if data is not None and len(data) != SIGNATURE_BYTES:
         raise BundleError("signature-wrong", f"{SIGNATURE}: expected {SIGNATURE_BYTES} bytes")
-    return Signature(key=data[:KEY_BYTES], signature=data[KEY_BYTES:])
+    return None if data is None else Signature(key=data[:KEY_BYTES], signature=data[KEY_BYTES:])
 
 
 def check(bundle: Archive, keys: Keys) -> Signature:
-    """The signature by one of `keys` of the bytes of the bundle's manifest.
-
-    Raises library-missing, key-invalid, signature-missing, signature-wrong.
-    """
+    """The bundle's signature, checked with `keys`. Raises library-missing, key-invalid, signature-missing, signature-wrong."""
     trusted, signature = public_keys(keys), read(bundle)
     if signature is None:
         raise BundleError("signature-missing", f"{SIGNATURE}: missing: the bundle is not signed")
@@ -102,11 +90,9 @@ def check(bundle: Archive, keys: Keys) -> Signature:
 
 
 def public_keys(keys: Keys) -> tuple[bytes, ...]:
-    """The keys, 32 bytes each.  Raises library-missing, and key-invalid, also for none."""
+    """The keys, 32 bytes each. Raises library-missing, key-invalid."""
     ed25519()
-    if not isinstance(keys, str | bytes | os.PathLike | Iterable):
-        raise CallError("key-invalid", f"key: expected a path, 64 hexadecimal digits or 32 bytes, got {type(keys).__name__}")
-    several = [keys] if isinstance(keys, str | bytes | os.PathLike) else list(keys)
+    several = [keys] if isinstance(keys, str | bytes | os.PathLike) or not isinstance(keys, Iterable) else list(keys)
     if not several:
         raise CallError("key-invalid", "key: expected at least one key, got an empty list")
     return tuple([_public_key(key) for key in several])
@@ -135,9 +121,8 @@ def _of_pem(path: str) -> bytes:
             text = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero in it
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise CallError(
-            "key-invalid", f"{path[:200]}: not a key of 64 hexadecimal digits, and not a readable file: {reason}"
-        ) from None
+        problem = f"{path[:200]}: not a key of 64 hexadecimal digits, and not a readable file: {reason}"
+        raise CallError("key-invalid", problem) from None
     if b"PRIVATE KEY-----" in text:
         raise CallError("key-invalid", f"{path}: a private key, expected the public key", PUBLIC)
     try:

@@ -13,7 +13,7 @@ import torch
 from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import DTYPES, Manifest
-from cgbundle.tensors import condensed
+from cgbundle.tensors import comparison
 from cgbundle.tensors.self_test_tensors import is_exact, self_test_tensors
 
 from ..util.raw_bytes import raw
@@ -72,19 +72,19 @@ def _condensed(name: str, tensor: safetensors_writer.Tensor, *, bits: bool) -> d
     """Returns the tensors that replace a tensor, or {} if it cannot be condensed."""
     dtype, shape, contents = tensor
     elements, data = prod(shape), bytes(contents())
-    equal, near = condensed.expected_shapes(name, dtype, elements)
-    contents_of: list[Callable[[], Any]] = [partial(condensed.block_hashes, data)]
+    equal, near = comparison.expected_shapes(name, dtype, elements)
+    contents_of: list[Callable[[], Any]] = [partial(comparison.block_hashes, data)]
     if not bits:
-        rows = _statistics(from_bytes(data, dtype), condensed.BLOCK // DTYPES[dtype])
+        rows = _statistics(from_bytes(data, dtype), comparison.BLOCK // DTYPES[dtype])
         if not bool(rows.isfinite().all()):
             return {}
-        contents_of += [partial(condensed.taken, dtype, data), lambda: raw(rows).numpy()]
+        contents_of += [partial(comparison.taken, dtype, data), lambda: raw(rows).numpy()]
     shapes = equal if bits else near
     return {part: (*shape, write) for (part, shape), write in zip(shapes.items(), contents_of, strict=True)}
 
 
 def _statistics(value: torch.Tensor, count: int) -> torch.Tensor:
-    """Computes `condensed.statistics` of blocks of `count` elements: float64 [blocks, 3]."""
+    """Computes `comparison.statistics` of blocks of `count` elements: float64 [blocks, 3]."""
     rows = []
     numbers, count = (torch.view_as_real(value).reshape(-1), 2 * count) if value.is_complex() else (value, count)
     for block in numbers.split(count):

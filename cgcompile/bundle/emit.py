@@ -15,7 +15,7 @@ from cgbundle.errors import BundleError
 from cgbundle.format import file_names, schema
 from cgbundle.format.archive import Archive
 from cgbundle.validate import bundle as verify
-from cgbundle.validate.self_test import check_self_test
+from cgbundle.validate.bundle import check_self_test
 
 from ..errors import BuildError
 from ..export.programs import Programs

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.fx import Node
 
-from cgbundle.call.mutated_inputs import folds, reach, shared
+from cgbundle.call.aliasing import folds, reach, shared
 from cgbundle.format.schema import Finding
 
 from ..export.functionalization import state_buffers

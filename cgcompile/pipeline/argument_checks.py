@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cgbundle.format.file_names import FORWARD
-from cgbundle.validate.memories import WORLDS
+from cgbundle.validate.manifest import WORLDS
 
 from ..errors import BuildError
 from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries

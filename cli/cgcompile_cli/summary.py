@@ -15,7 +15,7 @@ from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, EntrySpec, Manifest, Target, TensorSpec, Weight
 from cgbundle.format.size_expressions import standing, text
 from cgbundle.format.variants import variant_name
-from cgbundle.weights.state_rows import least_rows
+from cgbundle.weights.host import least_rows
 from cgbundle.weights.update import updatable
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle.arguments import Constant, constants, nested, spelled

@@ -13,10 +13,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "bundles/cgbundle/validate/recordings.py": VALIDATE,
     "bundles/cgbundle/validate/manifest.py": (*VALIDATE, "tests/pure/call/test_entries.py"),
     "bundles/cgbundle/validate/state.py": VALIDATE,
-    "bundles/cgbundle/validate/lifetimes.py": VALIDATE,
     "bundles/cgbundle/validate/programs.py": VALIDATE,
-    "bundles/cgbundle/validate/self_test.py": VALIDATE,
-    "bundles/cgbundle/call/pieces.py": ("tests/pure/call/test_dispatch.py", "tests/pure/call/test_plan.py"),
     "bundles/cgbundle/call/plan.py": (
         "tests/pure/call/test_dispatch.py",
         "tests/pure/call/test_guards.py",

@@ -1,5 +1,5 @@
-"""An entry of a loaded bundle: one method of the model, ready to be called.  This file makes a call: the fast path where its guard
-passes, else guards -> plan -> inputs -> replay -> outputs."""
+"""An entry of a loaded bundle, ready to be called: the fast path if its guard passes, else guards -> plan -> inputs -> replay ->
+outputs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError, CgbundleError
+from ..format.pytree import children
 from ..format.schema import EntrySpec, Manifest, Tree
 from ..format.spans import is_dense
 from ..tensors.library import Descriptor, Library, library_of
-from .fast_path import Known, KnownCalls, StaticOutput, replay
-from .outputs import Call, Epoch, Outputs, Session, View
+from .outputs import Call, Epoch, Known, KnownCalls, Outputs, Session, StaticOutput, View, replay
 from .plan import Part, Plan, common_device, number_of_key, plan
 
 if TYPE_CHECKING:
     from ..tensors.tensor import Tensor
-    from .aliasing import OutputAliases
-    from .mutated_inputs import MutatedInputs
+    from .aliasing import MutatedInputs, OutputAliases
     from .profile import Profile
-    from .records import DataSizes
+    from .structure import DataSizes
 
-PLANS = 4096
-"""Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
+PLANS = 4096  # cached plans; above this number the cache is cleared
 
 
 class Entry:
@@ -38,40 +36,39 @@ class Entry:
     def __init__(
         self, manifest: Manifest, spec: EntrySpec, session: Session, first: int, on_miss: str, outputs: str, cast: bool = False
     ) -> None:
-        """`spec`: of the manifest's; `first`: the number of its first program among those of all entries."""
+        """`first`: the number of the entry's first program among those of all entries."""
         self.manifest, self.spec, self.name = manifest, spec, spec.name
         self.int_keys = tuple([program.key for program in spec.programs])
         self.inputs, self.outputs = spec.inputs, spec.outputs
-        self._session, self._first = session, first
+        self._session, self._first, self._cast = session, first, cast
         self._backend, self._on_miss, self._views = session.backend, on_miss, outputs == "view"
-        self._cast = cast
         self._flatten: Callable[..., Sequence[Any]] = _flattener(spec)
         self._build: Callable[..., Any] = builder(spec.result)
         self._data_sizes: DataSizes | None = None
+        self._aliases: OutputAliases | None = None
+        self._mutated: MutatedInputs | None = None
         if spec.data_sizes:
-            from .records import DataSizes  # few bundles have any: a load without them stays light
+            from .structure import DataSizes  # few bundles have any: a load without them stays light
 
-            self._data_sizes = DataSizes(spec, session.backend)
-            self._build = self._data_sizes.builder(self._build)
-        self._flat = _flat_arguments(spec)  # of a call that is taken as it comes
+            self._data_sizes, build = DataSizes(spec, session.backend), self._build
+            cut = self._data_sizes.cut
+            self._build = lambda outputs: build(cut(outputs))
+        if spec.aliases or spec.mutated_inputs:
+            from .aliasing import MutatedInputs, OutputAliases  # likewise
+
+            self._aliases = OutputAliases(manifest, spec, session.backend, views=self._views) if spec.aliases else None
+            self._mutated = MutatedInputs(spec) if spec.mutated_inputs else None
+        trees = [tree for _, tree in spec.call["call"]]
+        flat = not any(parameter.keyword for parameter in spec.parameters) and all("tensor" in tree for tree in trees)
+        self._flat = len(trees) if flat else -1  # number of arguments of a call that is taken as it comes
         self._ends = (self._flatten, self._build, self._flat)
         self._row_major = [tensor.order == tuple(range(len(tensor.order))) for tensor in spec.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._known = KnownCalls()
         self._libraries: dict[type, Library] = {}
-        self._aliases: OutputAliases | None = None
-        self._mutated: MutatedInputs | None = None
-        if spec.aliases:
-            from .aliasing import OutputAliases  # likewise
-
-            self._aliases = OutputAliases(manifest, spec, session.backend, views=self._views)
-        if spec.mutated_inputs:
-            from .mutated_inputs import MutatedInputs  # likewise
-
-            self._mutated = MutatedInputs(spec)
         donated = {donation.output for donation in manifest.donations if donation.source == spec.name}
         self._outputs = Outputs(spec, session, first, self._aliases, donated, views=self._views)
-        self._held: Sequence[Any] = ()
+        self._kept_inputs: Sequence[Any] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replays the model.
@@ -90,7 +87,7 @@ class Entry:
         return outputs if self._data_sizes is None else self._data_sizes.cut(outputs)
 
     def replay_whole(self, tensors: Sequence[Any]) -> list[Any]:
-        """As `replay`.  Outputs whose sizes depend on data have their recorded size, with zeros after the valid elements."""
+        """As `replay`. Outputs whose sizes depend on data have their recorded size, with zeros after the valid elements."""
         known = self._known.last
         if known is not None:
             passed = known.guard(tensors)
@@ -104,7 +101,7 @@ class Entry:
         return self._replay(tensors)
 
     def _replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """A call of any kind; one that can take the fast path does the next time."""
+        """A call without the fast path, which it prepares for the next call."""
         if len(tensors) != len(self.inputs):
             raise CallError("input-structure", f"expected {len(self.inputs)} inputs, got {len(tensors)}")
         views: dict[int, View] = {}
@@ -148,7 +145,7 @@ class Entry:
             results = [library.converted(value, first) for value in results]
         if mutated is not None and targets is not None:
             # an output of the CPU may lie in an input's memory: a view of it lasts until the next call, and so does the input
-            self._held = values if self._views else ()
+            self._kept_inputs = values if self._views else ()
             mutated.copy_back(targets, values)
         if shared is not None:
             for index, value in shared.items():
@@ -156,7 +153,7 @@ class Entry:
         return results
 
     def _inputs_of(self, library: Library, tensors: Sequence[Any]) -> tuple[list[Any], list[Descriptor], list[int]]:
-        """(the inputs as the library's tensors, their descriptors, the positions of those that are to be cast)."""
+        """(inputs as the library's tensors, descriptors, positions of inputs to be cast)."""
         values: list[Any] = []
         descriptors: list[Descriptor] = []
         casts, take = [], library.take
@@ -177,7 +174,6 @@ class Entry:
     def _run(
         self, call: Call, plan: Plan, tensors: Sequence[Any], values: list[Any], descriptors: Sequence[Descriptor]
     ) -> list[Any]:
-        """The replays of a plan, inside of the session's turn."""
         library, device, _ = call
         outputs = self._outputs
         if plan.exact:
@@ -201,8 +197,8 @@ class Entry:
         return outputs.guard(library, whole) if self._views else whole
 
     def _piece(self, library: Library, device: int | None, part: Part, values: Sequence[Any]) -> tuple[list[Any], list[int]]:
-        """The inputs of a part of the call, padded with zeros to the recorded shapes, and their addresses; the tensors must outlive
-        the replay."""
+        """The inputs of one replay, padded with zeros to the recorded shapes, and their addresses. The tensors must outlive the
+        replay."""
         pieces: list[Any] = []
         addresses = []
         for index, (value, (slices, shape)) in enumerate(zip(values, part.inputs, strict=True)):
@@ -219,7 +215,7 @@ class Entry:
     def _laid_out(
         self, library: Library, values: list[Any], index: int, address: int, shape: Any, strides: Sequence[int] | None
     ) -> int:
-        """The address of input `index` with its axes as recorded: its own, or that of a copy that takes its place in `values`."""
+        """The address of an input with the recorded order of axes: its own, or that of a copy that replaces it in `values`."""
         order = self.inputs[index].order
         if is_dense(shape, library.strides(values[index]) if strides is None else strides, order):
             return address
@@ -264,10 +260,10 @@ class Entry:
         return self._outputs.entry_epoch or self._outputs.epoch
 
     def forget(self) -> None:
-        """Frees what calls have cached, when a session is closed."""
+        """Frees what calls have cached."""
         self._outputs.close()
         self._known.clear()
-        self._held = ()
+        self._kept_inputs = ()
 
     def __repr__(self) -> str:
         keys = ", ".join(map(str, self.int_keys[:6])) + (", ..." if len(self.int_keys) > 6 else "")
@@ -276,26 +272,25 @@ class Entry:
     def _plan(self, shapes: tuple[Any, ...]) -> Plan:
         if len(self._plans) >= PLANS:
             self._plans.clear()
-        fresh = self._plans[shapes] = plan(self.spec, shapes, self._on_miss)
-        return fresh
+        return self._plans.setdefault(shapes, plan(self.spec, shapes, self._on_miss))
 
     def _remember(self, library: Library, plan: Plan, tensors: Sequence[Any], descriptors: Sequence[Descriptor]) -> None:
-        """Makes the fast path of calls with inputs like these, where there is one."""
-        program = plan.parts[0].program
-        outputs = self._outputs.static(library, program)
+        """Adds the fast path for calls with inputs like these, if there is one."""
+        program, outputs = plan.parts[0].program, self._outputs
+        values = outputs.static(library, program)
         converted = library.name == "dlpack" and not self._views
-        if outputs is None or not descriptors or descriptors[0][4] is None or self._aliases or self._mutated or converted:
+        if values is None or not descriptors or descriptors[0][4] is None or self._aliases or self._mutated or converted:
             return
         if not all(self._row_major) or any(descriptor[3] is not None for descriptor in descriptors):
             return
-        rows = [StaticOutput(*row) for row in zip(self.outputs, outputs, self._outputs.epochs, strict=True)]
-        counts = [epoch for epoch in (self._outputs.epoch, self._outputs.entry_epoch) if epoch is not None]
+        rows = [StaticOutput(*row) for row in zip(self.outputs, values, outputs.epochs, strict=True)]
+        counts = [epoch for epoch in (outputs.epoch, outputs.entry_epoch) if epoch is not None]
         line = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
         if line is not None:
             self._known.add(tensors, Known(library.guard(tensors), line))
 
     def _check_cast(self, place: int, descriptor: Descriptor) -> None:
-        """Raises input-dtype for an input of another dtype, unless `cast=True` allows the cast."""
+        """Raises input-dtype unless `cast=True` allows the cast."""
         from ..tensors.numbers import is_safe  # few calls need one
 
         spec, written = self.inputs[place], place in self.spec.mutated_inputs
@@ -305,15 +300,8 @@ class Entry:
             raise wrong_dtype(spec, descriptor[2], written=written)
 
 
-def _flat_arguments(spec: EntrySpec) -> int:
-    """How many arguments by position are the tensors in the signature's order as they come; -1: they have to be taken apart."""
-    trees = [tree for _, tree in spec.call["call"]]
-    by_position = not any(parameter.keyword for parameter in spec.parameters)
-    return len(trees) if by_position and all("tensor" in tree for tree in trees) else -1
-
-
 def _flattener(spec: EntrySpec) -> Callable[..., Sequence[Any]]:
-    """`structure.flattener` for a call of the entry, made at the first one that has to be taken apart."""
+    """`structure.flattener` for the entry, created at its first use."""
     flatteners: list[Callable[..., Sequence[Any]]] = []
 
     def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
@@ -327,32 +315,29 @@ def _flattener(spec: EntrySpec) -> Callable[..., Sequence[Any]]:
 
 
 def _bare(tensors: Iterable[Any]) -> list[Any]:
-    """The tensors, those of views in place of these.  Raises stale-view."""
+    """Views replaced by their tensors. Raises stale-view."""
     return [tensor.tensor if type(tensor) is View else tensor for tensor in tensors]
 
 
 def builder(tree: Tree) -> Callable[[Sequence[Any]], Any]:
-    """A function tensors -> the nested result.  Classes of named tuples and records are made once, from their names alone."""
+    """A function tensors -> nested result. Classes of named tuples and records are created once, from their names."""
     ((kind, body),) = tree.items()
     if kind == "tensor":
         return itemgetter(body)
     if kind == "value":
         return lambda tensors: body
+    parts = [builder(child) for _, child in children(tree)]
     if kind == "dict":
         keys = [key for key, _ in body]
-        parts = [builder(child) for _, child in body]
         return lambda tensors: {key: part(tensors) for key, part in zip(keys, parts, strict=True)}
     if kind == "namedtuple":
         fields: Callable[..., Any] = namedtuple(body[0], body[1])  # type: ignore[misc]
-        parts = [builder(child) for child in body[2]]
         return lambda tensors: fields(*[part(tensors) for part in parts])
     if kind == "record":
-        from .records import record_class  # few results have any: a load without them stays light
+        from .structure import record_class  # few results have any: a load without them stays light
 
         make = record_class(body[0], body[1], tuple(body[2])).of
-        parts = [builder(child) for child in body[3]]
         return lambda tensors: make([part(tensors) for part in parts])
-    parts = [builder(child) for child in body]
     if kind == "list":
         return lambda tensors: [part(tensors) for part in parts]
     return lambda tensors: tuple([part(tensors) for part in parts])

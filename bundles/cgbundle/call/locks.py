@@ -1,8 +1,6 @@
-"""Who may use a program's memory: replays side by side, one after the other, or of one thread alone; and a close that waits.
-
-An interrupt, as of Ctrl-C, may land behind every call of a function and before the first line of one.  So a lock is taken where an
-exception gives it back whether or not it was taken, and given back by a function of C, which nothing lands before.
-"""
+"""Turns of a program's memory: concurrent, one at a time, or for one thread only; and a close that waits. An interrupt (Ctrl-C) may
+arrive after every function call and before the first line of a function. So locks are acquired where an exception releases them in
+any case, and released by C functions, which no interrupt precedes."""
 
 from __future__ import annotations
 
@@ -21,13 +19,11 @@ Result = TypeVar("Result")
 
 
 def closed(name: str) -> ProgramClosed:
-    """The error of whoever uses a closed program."""
     return ProgramClosed("program-closed", f"program {name!r} was closed")
 
 
 class Lock:
-    """What programs' locks have in common: the program's `name`, whether it is `closed`, and a `value` that replays use, as it is
-    when they begin."""
+    """Base of program locks: the program's `name`, whether it is `closed`, and a `value` that replays read when they begin."""
 
     __slots__ = ("_forks", "closed", "name", "value")
 
@@ -37,18 +33,17 @@ class Lock:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked since: who held the lock then is gone and never lets it go."""
+        """Whether the process was forked since: the holder of the lock is gone."""
         return self._forks != FORKS.number
 
     def check_fork(self) -> None:
-        """Raises process-forked."""
         if self._forks != FORKS.number:
             raise forked(self.name)
 
 
 class Turn:
-    """A thread's use of `lock`, as a context.  `take` and `release` are its parts, for who cannot afford a context: see
-    `gpu.fast_path`.  `owned` says whether this thread is in the middle of one.  Raises ProgramClosed."""
+    """A thread's use of `lock`, as a context. `take` and `release` are its parts, for `gpu.fast_path`, which avoids the context.
+    `owned`: whether this thread holds it. Raises ProgramClosed."""
 
     __slots__ = ("__exit__", "_lock", "lock", "owned", "release", "take")
 
@@ -72,7 +67,7 @@ class Turn:
             raise
 
     def wait(self) -> bool:
-        """Returns when the call that runs has ended; False, at once, where it is this thread's: it has to go on for that."""
+        """Returns when the running call has ended; False at once if it is this thread's own."""
         if self.owned():
             return False
         with self.lock:
@@ -80,16 +75,13 @@ class Turn:
 
 
 INSIDE = nullcontext()
-"""The turn of a call inside of a call of the same thread, as a signal's handler makes: it has the lock."""
+"""The turn of a call inside a call of the same thread, as in a signal handler."""
 
 
 class ExclusiveLock(Lock):
-    """The turns of replays that share memory: one at a time (`cpu.backend.SharedLock` has those that do not).  `alone`: a
-    session's, whose memory is one thread's at a time; another one that comes meanwhile is told so and does not wait.  Raises
-    ProgramClosed, SessionBusy and process-forked.
-
-    `inner` is the lock itself, for who may wait.  `updates` is held by whoever takes it for a moment without being a user of the
-    session: for that one waits."""
+    """Turns one at a time (`cpu.backend.SharedLock`: concurrent turns). `alone`: a session's lock, which refuses a second thread
+    instead of waiting, except while a holder of `updates` uses it briefly. `inner`: the lock itself. Raises ProgramClosed,
+    SessionBusy, process-forked."""
 
     __slots__ = ("_ending", "_holder", "_turn", "_updates")
 
@@ -105,65 +97,56 @@ class ExclusiveLock(Lock):
 
     @property
     def plain(self) -> Turn:
-        """The turn that nobody has yet: no fork was asked for, nor whether this thread is inside."""
+        """The turn without the checks for a fork and for a nested call."""
         return self._turn
 
     @property
     def turn(self) -> AbstractContextManager[None]:
-        """A turn of this thread."""
         self.check_fork()
         return INSIDE if self._turn.owned() else self._turn
 
     def end(self) -> None:
-        """Who is refused from now on, because another thread holds the lock, is told that the session is being closed."""
+        """Makes refusals say that the session is being closed."""
         self._ending = True
 
     def close(self) -> bool:
-        """No one enters any more; returns when the others have left.  False where a call of this very thread goes on behind it, as
-        where the handler of a signal closes: what it uses must stay."""
+        """Refuses new turns, and returns after the others have ended. False inside a call of this thread (a signal handler closes):
+        its memory must stay."""
         self._ending = True
-        left = self._turn.owned()
+        nested = self._turn.owned()
         with self.inner:
             self.closed = True
-            return not left
+            return not nested
 
     def _take(self) -> None:
-        """Raises SessionBusy, and ProgramClosed while the session is being closed.  The lock may have been taken where this raises
-        anything else."""
+        """Raises SessionBusy, and ProgramClosed while the session is being closed. After any other exception the lock may be
+        held."""
         if not self.inner.acquire(blocking=False):
-            self._take_after_update()
+            with self._updates:
+                if not self.inner.acquire(blocking=False):
+                    if self._ending:
+                        raise closed(self.name)
+                    holder = next((thread.name for thread in enumerate() if thread.ident == self._holder), "another")
+                    text = f"is in use by thread {holder!r}, and thread {current_thread().name!r} used it meanwhile"
+                    raise SessionBusy("session-busy", f"a session of program {self.name!r} {text}")
         self._holder = get_ident()
-
-    def _take_after_update(self) -> None:
-        with self._updates:
-            if self.inner.acquire(blocking=False):
-                return
-            if self._ending:
-                raise closed(self.name)
-            holder = next((thread.name for thread in enumerate() if thread.ident == self._holder), "another")
-            raise SessionBusy(
-                "session-busy",
-                f"a session of program {self.name!r} is in use by thread {holder!r}, and thread {current_thread().name!r} used it "
-                "meanwhile",
-            )
-
-
-def during(backend: Backend, stream: int | None, body: Callable[[Any], Result]) -> Result:
-    """What `body` gives, in a turn of the backend whose work goes to `stream`; it is given what `begin` gives."""
-    with backend.turn:
-        handle = backend.begin(stream)
-        try:
-            return body(handle)
-        finally:
-            backend.end(handle)
 
 
 @contextmanager
 def locked(backend: Backend, stream: int | None) -> Iterator[Any]:
-    """`Backend.locked`."""
     with backend.turn:
         handle = backend.begin(stream)
         try:
             yield handle
+        finally:
+            backend.end(handle)
+
+
+def during(backend: Backend, stream: int | None, body: Callable[[Any], Result]) -> Result:
+    """Runs `body` with the result of `begin`, in a turn of the backend on `stream`. Not `locked`: an interrupt may leave that."""
+    with backend.turn:
+        handle = backend.begin(stream)
+        try:
+            return body(handle)
         finally:
             backend.end(handle)

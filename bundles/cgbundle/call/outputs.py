@@ -1,14 +1,15 @@
-"""The outputs of a replay, as tensors of the caller's library: copies of their own, or guarded views."""
+"""The outputs of a replay, as tensors of the caller's library: copies, or guarded views."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError
-from ..format.schema import EntrySpec, TensorSpec, Value
+from ..format.schema import DTYPES, EntrySpec, TensorSpec
 from ..format.spans import dense, is_dense, span
-from ..tensors.library import Library, Wrapper
+from ..tensors.library import Descriptor, Guard, Library, Wrapper
 from .plan import Part, Slices
 
 if TYPE_CHECKING:
@@ -17,17 +18,15 @@ if TYPE_CHECKING:
     from .backend import Backend, Results
 
 LARGE = 128 << 10
-"""Outputs of at least this size are returned without a copy, if no replay writes to their memory again.  A smaller copy takes no
-longer than this check, 1 us (two cores)."""
+"""Larger outputs are returned without a copy if no replay writes to their memory again. Smaller copies take no longer than this
+check, 1 us (two cores)."""
 
 Call = tuple[Library, int | None, Any]
-"""The caller's library, the device of its tensors, and the `stream` of the backend.  A plain tuple, because every call makes
-one."""
+"""The caller's library, the device of its tensors, and the backend's `stream`: a plain tuple, because every call makes one."""
 
 
 class Epoch:
-    """Counts the replays of a session, or of the entry named by `entry`.  `closed`: its memory will be freed, even during a
-    replay."""
+    """Counts the replays of a session, or of entry `entry`. `closed`: its memory will be freed, even during a replay."""
 
     __slots__ = ("closed", "entry", "number")
 
@@ -36,8 +35,7 @@ class Epoch:
 
 
 class Session:
-    """The memories and programs of a session, the count of its calls, and the bundle's self-test.  It is closed when its last
-    owner goes."""
+    """The backend, call counter and self-test of a session; closed with its last owner."""
 
     __slots__ = ("__weakref__", "backend", "epoch", "self_test")
 
@@ -119,14 +117,13 @@ class View:
 
 
 class Extents(NamedTuple):
-    """The sizes in memory of a program's outputs and inputs, in bytes; `large`: the outputs that may be returned without a copy."""
+    """Sizes in bytes of a program's outputs and inputs; `large`: outputs that may be returned without a copy."""
 
     outputs: Sequence[int]
     inputs: Sequence[int]
     large: Sequence[int]
 
     def apart(self, outputs: Sequence[int], inputs: Sequence[int]) -> list[int]:
-        """The large outputs that do not overlap another output or an input at these addresses."""
         places = sorted(zip((*outputs, *inputs), (*self.outputs, *self.inputs), range(len(outputs) + len(inputs)), strict=True))
         alone, furthest = [], 0
         for row, (begin, size, index) in enumerate(places):
@@ -138,27 +135,17 @@ class Extents(NamedTuple):
 
 
 class Outputs:
-    """Runs programs for calls; `views`: returns guarded views, which the next replay overwrites.
-
-    `aliases` is None for an entry whose outputs share no memory with anything; `epoch` counts the session's replays, `entry_epoch`
-    those of the entry, None where none of its outputs is donated, and `epochs` has the one of each output.
-    """
+    """Runs programs for calls. `views`: returns guarded views, which the next replay overwrites. `epoch` counts the session's
+    replays, `entry_epoch` those of an entry with donated outputs (else None), `epochs` has the counter of each output."""
 
     __slots__ = ("_aliases", "_backend", "_extents", "_first", "_programs", "_specs", "_static", "_views", "_wrappers",
                  "entry_epoch", "epoch", "epochs")  # fmt: skip
 
     def __init__(
-        self,
-        entry: EntrySpec,
-        session: Session,
-        first: int,
-        aliases: OutputAliases | None,
-        donated: Collection[int],
-        *,
+        self, entry: EntrySpec, session: Session, first: int, aliases: OutputAliases | None, donated: Collection[int], *,
         views: bool,
-    ) -> None:
-        """`first`: the number of the entry's first program among those of all entries; `donated`: its outputs that a later call may
-        take where they lie."""
+    ) -> None:  # fmt: skip
+        """`first`: the number of the entry's first program among all; `donated`: outputs that a later call may read in place."""
         self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, entry.outputs
         self._first, self._programs, self.epoch = first, entry.programs, session.epoch
         self.entry_epoch = counter = Epoch(entry.name) if donated else None
@@ -168,7 +155,7 @@ class Outputs:
         self._extents: dict[int, Extents] = {}  # by program
 
     def replay(self, call: Call, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
-        """Replays with inputs at `addresses`; `parts` are the valid slices of the outputs (None: all)."""
+        """Replays with inputs at `addresses`; `parts`: the valid slices of the outputs (None: all)."""
         library, views, aliases = call[0], self._views, self._aliases
         if aliases is None and parts is None and not views:
             return self._copied(call, program, addresses)
@@ -186,7 +173,7 @@ class Outputs:
         return self.guard(library, values) if views else [library.copy(value) for value in values]
 
     def replay_into(self, whole: Sequence[Any], call: Call, part: Part, addresses: list[int]) -> None:
-        """Replays a part of a call that was chunked, and copies its outputs to their places in the call's."""
+        """Replays one chunk of a call, and copies its outputs into the call's."""
         values = self._wrapped(call, part.program, addresses)
         if self._aliases is not None:
             values = self._aliases.wrap(call, part.program, values, addresses)
@@ -194,11 +181,11 @@ class Outputs:
             output[placed] = value[taken]
 
     def static(self, library: Library, program: int) -> list[Any] | None:
-        """The outputs of a program as the library's tensors at fixed addresses; None if the addresses change."""
+        """The outputs of a program as the library's tensors at fixed addresses, or None."""
         return self._static.get((library.name, program))
 
     def guard(self, library: Library, values: Sequence[Any]) -> list[Any]:
-        """The values as views that belong to the latest replay."""
+        """The values as views of the latest replay."""
         rows = zip(self._specs, values, self.epochs, strict=True)
         return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in rows]
 
@@ -206,7 +193,7 @@ class Outputs:
         self._static.clear()
 
     def _copied(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
-        """Replays, and returns tensors that the caller owns: copies, or large outputs whose memory is not used otherwise."""
+        """Replays, and returns tensors that the caller owns: copies, or large outputs that overlap nothing else."""
         library, device, stream = call
         results, copy = self._backend.run(self._first + program, addresses, device, stream), library.copy
         if results.static:
@@ -227,12 +214,10 @@ class Outputs:
         return values
 
     def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
-        """Replays, and returns the outputs as tensors of the caller's library over the runtime's memory."""
         library, device, stream = call
         return self._over(library, program, self._backend.run(self._first + program, addresses, device, stream))
 
     def _over(self, library: Library, program: int, results: Results) -> list[Any]:
-        """The caller's tensors over the memory of a replay."""
         if not results.static:
             wrappers = self._wrappers_of(library, program)
             return [wrap(address, results) for wrap, address in zip(wrappers, results.addresses, strict=True)]
@@ -250,11 +235,151 @@ class Outputs:
         if wrappers is None:
             row = self._programs[program]
             wrappers = self._wrappers[library.name, program] = [
-                library.wrapper(value.dtype, value.shape, _strides(value)) for value in [row.values[index] for index in row.outputs]
+                # row-major strides for a dense value: axes of one element may have any stride
+                library.wrapper(
+                    value.dtype, value.shape, dense(value.shape) if is_dense(value.shape, value.strides) else value.strides
+                )
+                for value in [row.values[index] for index in row.outputs]
             ]
         return wrappers
 
 
-def _strides(value: Value) -> Sequence[int]:
-    """The strides of a dense value as a row-major tensor has them, because an axis of one element may have any stride."""
-    return dense(value.shape) if is_dense(value.shape, value.strides) else value.strides
+# --- the fast path -------------------------------------------------------------------------------------------------------
+
+
+KEPT = 4096  # maximum number of cached kinds of calls; above it the cache is cleared
+LIKE = 8  # maximum number of cached kinds with the same shape of the first input, tried in turn
+Replay = Callable[[list[int], Sequence[View]], list[Any]]  # (addresses of the inputs, views among the inputs) -> outputs
+
+
+Fresh = Callable[[], "tuple[Any, Sequence[int]] | None"]
+"""Allocates the outputs of a call: (outputs, addresses), or None without enough memory."""
+
+
+class Caller(NamedTuple):
+    """What a backend's fast path needs of its caller. `stream`: the current stream of a device. `counts`: counters whose `number`
+    every call increments. `finish` returns the outputs of a replay on a stream. `fresh` allocates outputs that the replay copies
+    to."""
+
+    stream: Callable[[int], int | None]
+    counts: Sequence[Any]
+    finish: Callable[[Any], Any]
+    fresh: Fresh | None
+
+
+class Known(NamedTuple):
+    """A kind of call: `guard` recognizes it, and returns the input addresses for `replay`."""
+
+    guard: Guard
+    replay: Replay
+
+
+class StaticOutput(NamedTuple):
+    spec: TensorSpec
+    value: Any
+    epoch: Epoch
+
+
+class KnownCalls:
+    """The kinds of calls that an entry knows. `last` is the most recently used one, which is checked first."""
+
+    __slots__ = ("_by_shape", "_count", "last")
+
+    def __init__(self) -> None:
+        self._by_shape: dict[Sequence[int], list[Known]] = {}  # of the first input
+        self._count = 0
+        self.last: Known | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def find(self, tensors: Sequence[Any]) -> tuple[Known, tuple[list[int], Any]] | None:
+        shape = getattr(tensors[0], "shape", None) if tensors else None
+        for known in self._by_shape.get(shape, ()):  # type: ignore[arg-type]
+            passed = known.guard(tensors)
+            if passed is not None:
+                self.last = known
+                return known, passed
+        return None
+
+    def add(self, tensors: Sequence[Any], known: Known) -> None:
+        if known.guard(tensors) is None:
+            return
+        if self._count >= KEPT:
+            self.clear()
+        kept = self._by_shape.setdefault(tuple(getattr(tensors[0], "shape", ())), [])
+        if len(kept) == LIKE:
+            del kept[0]
+            self._count -= 1
+        kept.append(known)
+        self._count += 1
+        self.last = known
+
+    def clear(self) -> None:
+        self._by_shape.clear()
+        self._count, self.last = 0, None
+
+
+def replay(
+    backend: Backend, library: Library, program: int, outputs: Sequence[StaticOutput], counts: Sequence[Epoch], *, views: bool
+) -> Replay | None:
+    """A function that replays a program (numbered over all entries) and returns views or copies, or None. `counts`: its
+    counters."""
+    if views:
+        caller = Caller(library.stream, counts, _viewing(library, outputs), None)
+    else:
+        fresh = _fresh(library, outputs)
+        caller = Caller(library.stream, counts, _copying(backend, library, outputs, fresh), fresh)
+    return backend.fast_path(program, caller)
+
+
+def _viewing(library: Library, outputs: Sequence[StaticOutput]) -> Callable[[Any], list[Any]]:
+    if len(outputs) == 1:
+        ((spec, value, epoch),) = outputs
+        return lambda stream: [View(spec, value, library, epoch, epoch.number)]
+    return lambda stream: [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in outputs]
+
+
+def _copying(
+    backend: Backend, library: Library, outputs: Sequence[StaticOutput], fresh: Fresh | None
+) -> Callable[[Any], list[Any]]:
+    """Copies outputs with the driver to tensors of `fresh`, or with the tensor library. Kernels do not write to the copies
+    directly: a padded matrix product may write beyond the end of an output, and the bundle does not store how far."""
+    copied, copy, values = backend.copy, library.copy, [value for _, value, _ in outputs]
+    places = [_place(library.describe(value)) for value in values]
+
+    def finish(stream: Any) -> list[Any]:
+        room = None if fresh is None else fresh()
+        if room is None:
+            return [copy(value) for value in values]
+        copies: list[Any] = room[0]
+        for target, (address, size) in zip(room[1], places, strict=True):
+            copied(target, address, size, stream)
+        return copies
+
+    return finish
+
+
+def _fresh(library: Library, outputs: Sequence[StaticOutput]) -> Fresh | None:
+    """Allocates tensors for copies; None if the library has to copy an output that is empty or not row-major."""
+    values, empty_like = [value for _, value, _ in outputs], library.empty_like
+    if not all(_place(library.describe(value))[1] for value in values):
+        return None
+
+    def fresh() -> tuple[list[Any], list[int]] | None:
+        tensors, addresses = [], []
+        for value in values:
+            room = empty_like(value)
+            if room is None:
+                return None
+            tensors.append(room[0])
+            addresses.append(room[1])
+        return tensors, addresses
+
+    return fresh
+
+
+def _place(descriptor: Descriptor) -> tuple[int, int]:
+    """The address and bytes of a row-major tensor; 0 if the library has to copy it."""
+    address, shape, dtype, strides, _ = descriptor
+    return (address, prod(shape) * DTYPES[dtype]) if strides is None else (0, 0)

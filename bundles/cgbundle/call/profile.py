@@ -1,4 +1,4 @@
-"""Where the time of calls goes: a span for every call and every step of its programs, as a table and as a Chrome trace."""
+"""Times of calls and of their steps, as a table and as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..format.file_names import FORWARD
-from ..format.schema import EntrySpec, Manifest, Program, Step
+from ..format.schema import EntrySpec, Manifest, Program
 
 CALL = "call"
 
 
 class Span(NamedTuple):
-    """Something that took from `start` to `end`, in seconds of one clock; `track` is "GPU", or a thread."""
+    """An interval in seconds of one clock; `track` is "GPU", or a thread."""
 
     name: str
     start: float
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 class Row(NamedTuple):
-    """All spans of one name: how many, and the seconds that they took together, at least and at most.  `track` is CPU or GPU."""
+    """The number of spans of one name, with total, minimum and maximum seconds. `track` is CPU or GPU."""
 
     name: str
     track: str
@@ -48,7 +48,7 @@ class Profile:
     """The track of spans that the driver's events have timed; those of the CPU have their thread's number."""
 
     def __init__(self, title: str, watch: Callable[[Profile | None], None]) -> None:
-        """`watch` begins to report to a profile, and ends with None."""
+        """`watch` starts reports to a profile, and ends them with None."""
         self.title, self._watch = title, watch
         self.spans: list[Span] = []
         self._lock = Lock()
@@ -62,7 +62,7 @@ class Profile:
         self._watch(None)
 
     def add(self, name: str, start: float, end: float, track: str = "") -> None:
-        """A span, in seconds as `time.perf_counter` counts them."""
+        """Adds a span, in seconds of `time.perf_counter`."""
         with self._lock:
             self.spans.append(Span(name, start, end, track or f"thread {get_ident()}"))
 
@@ -78,7 +78,7 @@ class Profile:
         return timed
 
     def begin(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `run`, the first step of a call in this thread."""
+        """Wraps the first step of a call in this thread."""
 
         def begun(*arguments: Any) -> Any:
             self._begun[get_ident()] = perf_counter()
@@ -87,7 +87,7 @@ class Profile:
         return begun
 
     def end(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `run`, the last step of a call in this thread."""
+        """Wraps the last step of a call in this thread."""
 
         def ended(*arguments: Any) -> Any:
             result = run(*arguments)
@@ -128,30 +128,30 @@ class Profile:
         return f"<cgbundle profile of {self.title!r}: {len(self.spans)} spans>"
 
     def __str__(self) -> str:
-        rows = self.rows()
-        titles = ("", "on", "times", "mean us", "least", "most", "total ms")
-        cells = []
-        for row in rows:
+        lines: list[tuple[str, ...]] = [("", "on", "times", "mean us", "least", "most", "total ms")]
+        for row in self.rows():
             micros = [f"{1e6 * seconds:.1f}" for seconds in (row.seconds / row.times, row.least, row.most)]
             name = row.name if row.name == CALL else f"  {row.name}"
-            cells.append((name, row.track, str(row.times), *micros, f"{1e3 * row.seconds:.2f}"))
-        widths = [max(len(line[column]) for line in (titles, *cells)) for column in range(len(titles))]
-        lines = []
-        for name, track, *numbers in (titles, *cells):
-            texts = [text.rjust(width) for text, width in zip(numbers, widths[2:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), track.ljust(widths[1]), *texts]))
-        return "\n".join(lines) if rows else f"no call of {self.title} was made"
+            lines.append((name, row.track, str(row.times), *micros, f"{1e3 * row.seconds:.2f}"))
+        if len(lines) == 1:
+            return f"no call of {self.title} was made"
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        texts = []
+        for name, track, *numbers in lines:
+            cells = [number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True)]
+            texts.append("  ".join([name.ljust(widths[0]), track.ljust(widths[1]), *cells]))
+        return "\n".join(texts)
 
 
 def step_names(manifest: Manifest, entry: EntrySpec, program: Program) -> list[str]:
     """A name for each step of a program: `graph graph-1 [batch=8]`, `copy from the GPU [batch=8]`."""
-    prefix = "" if entry.name == FORWARD else f"{entry.name} "
+    prefix, names = "" if entry.name == FORWARD else f"{entry.name} ", []
     sizes = ", ".join([f"{dimension.name}={size}" for dimension, size in zip(entry.dimensions, program.key, strict=False)])
-    return [f"{prefix}{_step_name(manifest, program, step)}{f' [{sizes}]' if sizes else ''}" for step in program.steps]
-
-
-def _step_name(manifest: Manifest, program: Program, step: Step) -> str:
-    if step.kind == "copy":
-        source, target = program.values[step.inputs[0]].memory, program.values[step.outputs[0]].memory
-        return f"copy {'to' if source == 'host' else 'from' if target == 'host' else 'on'} the GPU"
-    return f"{step.kind} {manifest.regions[step.region].name}"
+    for step in program.steps:
+        if step.kind == "copy":
+            source, target = program.values[step.inputs[0]].memory, program.values[step.outputs[0]].memory
+            name = f"copy {'to' if source == 'host' else 'from' if target == 'host' else 'on'} the GPU"
+        else:
+            name = f"{step.kind} {manifest.regions[step.region].name}"
+        names.append(f"{prefix}{name}{f' [{sizes}]' if sizes else ''}")
+    return names

@@ -1,21 +1,25 @@
-"""A call taken apart into its tensors by its tree (format/pytree.py): one whose arguments are not the tensors as they come."""
+"""Nested arguments and results (format/pytree.py): takes calls apart into tensors, and builds what few models return: records
+instead of instances of the model's classes, and outputs whose sizes depend on data. A dataclass comes back as a `Record`, which is
+not iterable; an output of Hugging Face's as a `MappingRecord`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from ..errors import CallError, meant
 from ..format.pytree import children, holds_tensor, recorded_constant
-from ..format.schema import Parameter, Tree
+from ..format.schema import EntrySpec, Parameter, Tree
+from ..tensors.library import LEGACY_STREAM, library_of
+from ..tensors.tensor import Tensor
+from .backend import Backend
+from .locks import during
+from .outputs import View
 
 
 def flattener(call: Tree, parameters: Sequence[Parameter]) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[Any]]:
-    """A function (args, kwargs) -> tensors in the signature's order.
-
-    Arguments may be given by name, and by position unless their parameter is by name only.  One that holds no tensor may be left
-    out where the model's default is what was recorded.  Raises input-structure where the nesting, a key, or a constant differs.
-    """
+    """A function (args, kwargs) -> tensors in the signature's order. Arguments that contain no tensor may be left out if the
+    model's default is the recorded value. Raises input-structure for another nesting, key, or constant."""
     names = _Names(call, parameters)
 
     def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
@@ -27,82 +31,56 @@ def flattener(call: Tree, parameters: Sequence[Parameter]) -> Callable[[tuple[An
     return flatten
 
 
-class _Names:
-    """The parameters of a call by name: which may be given by position, and which may be left out, with what they then are."""
+def _refused(text: str, hint: str = "") -> CallError:
+    return CallError("input-structure", text, hint)
 
+
+class _Names:
     def __init__(self, call: Tree, parameters: Sequence[Parameter]) -> None:
         self.trees: dict[str, Tree] = {name: tree for name, tree in call["call"]}
         self.positional = sum(not parameter.keyword for parameter in parameters)
         self.defaults = {name: parameter.default for name, parameter in zip(self.trees, parameters, strict=True)}
-        self.optional = {
-            name: recorded_constant(tree) for name, tree in self.trees.items() if may_be_left_out(tree, self.defaults[name])
-        }
+        optional = [name for name, tree in self.trees.items() if may_be_left_out(tree, self.defaults[name])]
+        self.optional = {name: recorded_constant(self.trees[name]) for name in optional}
+        self.needed = ", ".join([name for name in self.trees if name not in self.optional]) or "none"
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The value of every parameter, in order."""
         order = list(self.trees)
         if len(args) > self.positional:
             by_name = order[self.positional :]
-            most = (
-                f"at most {self.positional} inputs{' by position' if by_name else ''} ({self._needed()})" if order else "no input"
-            )
-            raise CallError(
-                "input-structure",
-                f"expected {most}, got {len(args)}",
-                f"give {', '.join(by_name)} by name" if by_name else "",
-            )
+            most = f"at most {self.positional} inputs{' by position' if by_name else ''} ({self.needed})" if order else "no input"
+            raise _refused(f"expected {most}, got {len(args)}", f"give {', '.join(by_name)} by name" if by_name else "")
+        if unknown := [name for name in kwargs if name not in self.trees]:  # first: they may be misspelt missing ones
+            free = [name for name in order if name not in kwargs]
+            names = " or ".join([f"{name!r}{meant(name, free)}" for name in unknown])
+            raise _refused(f"no input is called {names}: the bundle takes {self.needed}")
         values = list(args)
         for name in order[len(args) :]:
-            if name in kwargs:
-                values.append(kwargs[name])
-            elif name in self.optional:
-                values.append(self.optional[name])
-            else:
-                raise self._stranger(kwargs) or self._missing(name, args)
-        if stranger := self._stranger(kwargs):
-            raise stranger
+            if name not in kwargs and name not in self.optional:
+                raise self._missing(name, args)
+            values.append(kwargs[name] if name in kwargs else self.optional[name])
         for name in kwargs:
             if name in order[: len(args)]:
-                raise CallError("input-structure", f"input {name!r} is given by position and by name")
+                raise _refused(f"input {name!r} is given by position and by name")
         return values
 
-    def _stranger(self, kwargs: Mapping[str, Any]) -> CallError | None:
-        """The error of names that no input has: told first, for they may be missing ones misspelt."""
-        unknown = [name for name in kwargs if name not in self.trees]
-        if not unknown:
-            return None
-        free = [name for name in self.trees if name not in kwargs]
-        names = " or ".join([f"{name!r}{meant(name, free)}" for name in unknown])
-        return CallError("input-structure", f"no input is called {names}: the bundle takes {self._needed()}")
-
     def _missing(self, name: str, args: tuple[Any, ...]) -> CallError:
+        text = f"input {name!r} is missing: the bundle "
         if holds_tensor(self.trees[name]):
-            text, hint = f"input {name!r} is missing: the bundle takes {self._needed()}", ""
             if len(args) == 1 and isinstance(args[0], tuple | list | dict) and "tensor" in next(iter(self.trees.values())):
-                stars = "**" if isinstance(args[0], dict) else "*"
-                text += f", and was given {_brief(args[0])}"
-                hint = f"every input is an argument of its own: program({stars}inputs)"
-            return CallError("input-structure", text, hint)
-        recorded = short(recorded_constant(self.trees[name]))
-        default = self.defaults[name]
+                hint = f"every input is an argument of its own: program({'**' if isinstance(args[0], dict) else '*'}inputs)"
+                return _refused(f"{text}takes {self.needed}, and was given {_brief(args[0])}", hint)
+            return _refused(f"{text}takes {self.needed}")
+        recorded, default = short(recorded_constant(self.trees[name])), self.defaults[name]
+        text += f"was built for the constant {recorded}"
         if default is None:
-            return CallError(
-                "input-structure", f"input {name!r} is missing: the bundle was built for the constant {recorded}",
-                f"give {name}={recorded}",
-            )  # fmt: skip
-        return CallError(
-            "input-structure",
-            f"input {name!r} is missing: the bundle was built for the constant {recorded}, "
-            f"and the model's default is {short(recorded_constant(default))}",
-            f"give {name}={recorded}, or build with inputs() that leaves it out",
-        )
-
-    def _needed(self) -> str:
-        return ", ".join([name for name in self.trees if name not in self.optional]) or "none"
+            return _refused(text, f"give {name}={recorded}")
+        text += f", and the model's default is {short(recorded_constant(default))}"
+        return _refused(text, f"give {name}={recorded}, or build with inputs() that leaves it out")
 
 
 def may_be_left_out(tree: Tree, default: Tree | None) -> bool:
-    """Whether a call may leave out an argument that was recorded as `tree`: the model's default is the same constant."""
+    """Whether the model's default is the constant that was recorded."""
     if holds_tensor(tree) or default is None:
         return False
     try:
@@ -113,7 +91,6 @@ def may_be_left_out(tree: Tree, default: Tree | None) -> bool:
 
 
 def short(value: Any) -> str:
-    """A constant as Python spells it, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -122,17 +99,14 @@ def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
     ((kind, body),) = tree.items()
     if kind == "tensor":
         tensors.append(value)
-    elif kind == "value":
-        if not _is(value, body):
-            raise CallError(
-                "input-structure",
-                f"input {where!r}: the bundle was built for the constant {short(body)}, got {_brief(value)}",
-                "the value is part of the recording: build another bundle for another value",
-            )
+    elif kind == "value":  # of the same type: 1 is neither 1.0 nor True, and 0.0 is not -0.0
+        if type(value) is not type(body) or value != body or (type(value) is float and str(value) != str(body)):
+            text = f"input {where!r}: the bundle was built for the constant {short(body)}, got {_brief(value)}"
+            raise _refused(text, "the value is part of the recording: build another bundle for another value")
     elif kind == "dict":
         keys = [key for key, _ in body]
         if not isinstance(value, Mapping) or set(value) != set(keys):
-            raise CallError("input-structure", f"input {where!r}: expected a dict with the keys {keys}, got {_brief(value)}")
+            raise _refused(f"input {where!r}: expected a dict with the keys {keys}, got {_brief(value)}")
         for key, child in body:
             _flatten(child, value[key], f"{where}.{key}", tensors)
     elif kind == "record":
@@ -141,15 +115,14 @@ def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
             _flatten(child, items[name], f"{where}.{name}", tensors)
     else:
         parts: list[Tree] = body[2] if kind == "namedtuple" else body
-        sort: type[list[Any]] | type[tuple[Any, ...]] = list if kind == "list" else tuple
-        if not isinstance(value, sort) or len(value) != len(parts):
-            raise CallError("input-structure", f"input {where!r}: expected a {kind} of {len(parts)}, got {_brief(value)}")
+        if not isinstance(value, list if kind == "list" else tuple) or len(value) != len(parts):
+            raise _refused(f"input {where!r}: expected a {kind} of {len(parts)}, got {_brief(value)}")
         for index, (child, item) in enumerate(zip(parts, value, strict=True)):
             _flatten(child, item, f"{where}.{index}", tensors)
 
 
 def _fields(tree: Tree, value: Any, where: str) -> dict[str, Any]:
-    """The fields of a record: of a dict its items, those that are None may be absent; of anything else its attributes."""
+    """The fields of a record: items of a dict, where None fields may be absent, or attributes of an object."""
     name, _, fields, _ = tree["record"]
     if isinstance(value, Mapping):
         items = {field: None for field, child in children(tree) if child == {"value": None}} | dict(value)
@@ -157,22 +130,133 @@ def _fields(tree: Tree, value: Any, where: str) -> dict[str, Any]:
             return items
     elif not isinstance(value, tuple | list | str | int | float | None) and all(hasattr(value, field) for field in fields):
         return {field: getattr(value, field) for field in fields}
-    raise CallError(
-        "input-structure",
-        f"input {where!r}: expected a {name} with the fields {fields}, as attributes or as a dict, got {_brief(value)}",
-    )
-
-
-def _is(value: Any, constant: Any) -> bool:
-    """Whether two constants are one, of the same type: 1 is neither 1.0 nor True, and 0.0 is not -0.0."""
-    return type(value) is type(constant) and value == constant and (type(value) is not float or str(value) == str(constant))
+    expected = f"a {name} with the fields {fields}, as attributes or as a dict"
+    raise _refused(f"input {where!r}: expected {expected}, got {_brief(value)}")
 
 
 def _brief(value: Any) -> str:
+    kind = f"a {type(value).__name__}"
     if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with the keys {list(value)[:8]}"
+        return f"{kind} with the keys {list(value)[:8]}"
     if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
+        return f"{kind} of {len(value)}"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value if not isinstance(value, str) or len(value) <= 40 else f"{value[:40]}...")
-    return f"a {type(value).__name__}"
+    return kind
+
+
+# --- results -------------------------------------------------------------------------------------------------------------
+
+
+class Record:
+    """The fields of an instance of one of the model's classes.  Equal if class name, fields and values are equal."""
+
+    __fields__: ClassVar[tuple[str, ...]] = ()
+    __kind__: ClassVar[str] = "object"
+    __iter__: Any = None  # or Python would iterate over what __getitem__ gives for 0, 1, ...
+    __hash__: Any = None
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Record:
+        """A record of the fields' values, in order."""
+        record = cls()
+        record.__dict__.update(zip(cls.__fields__, values, strict=True))
+        return record
+
+    def __getitem__(self, key: Any) -> Any:
+        """A field by name; by position, or a slice of positions, as in a tuple of all."""
+        return vars(self)[key] if isinstance(key, str) else _values(self)[key]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join([f'{name}={vars(self)[name]!r}' for name in self.__fields__])})"
+
+    def __eq__(self, other: object) -> bool:
+        return _names(self) == _names(other) and _values(self) == _values(other) if isinstance(other, Record) else NotImplemented
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (*_names(self), _values(self))
+
+
+class MappingRecord(Record, Mapping[str, Any]):
+    """A record that is a mapping of its fields that are not None; positions count these only."""
+
+    __kind__ = "mapping"
+    __hash__: Any = None
+
+    def __getitem__(self, key: Any) -> Any:
+        present = {name: value for name, value in zip(self.__fields__, _values(self), strict=True) if value is not None}
+        return present[key] if isinstance(key, str) else tuple(present.values())[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name, value in zip(self.__fields__, _values(self), strict=True) if value is not None])
+
+    def __len__(self) -> int:
+        return sum(value is not None for value in _values(self))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return {name: self[name] for name in self} == {name: other[name] for name in other}
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The values of the fields that are not None."""
+        return tuple([value for value in _values(self) if value is not None])
+
+
+def record_class(name: str, kind: str, fields: tuple[str, ...]) -> type[Record]:
+    """`kind` is "object" or "mapping". A field with the name of a method hides it."""
+    base = MappingRecord if kind == "mapping" else Record
+    return type(name, (base,), {"__fields__": fields, "__module__": __name__})
+
+
+def _names(record: Record) -> tuple[str, str, tuple[str, ...]]:
+    return type(record).__name__, record.__kind__, record.__fields__
+
+
+def _values(record: Record) -> tuple[Any, ...]:
+    return tuple([vars(record)[name] for name in record.__fields__])
+
+
+def _again(name: str, kind: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Record:
+    return record_class(name, kind, fields).of(values)
+
+
+# --- outputs whose sizes depend on data -------------------------------------------------------------------------------
+
+
+class DataSizes:
+    """Cuts outputs to their true sizes. On a GPU this waits for the end of the call."""
+
+    def __init__(self, entry: EntrySpec, backend: Backend) -> None:
+        self._rows, self._backend = entry.data_sizes, backend
+        self._counts = sorted({row.count for row in entry.data_sizes})
+        self._axes = {index: len(spec.shape) for index, spec in enumerate(entry.outputs)}
+
+    def cut(self, outputs: Sequence[Any]) -> list[Any]:
+        """The flat outputs of a replay with those of `entry.data_sizes` cut; the counts stay behind them."""
+        numbers = {place: self._number(outputs[place]) for place in self._counts}
+        taken: dict[int, list[slice]] = {}
+        for row in self._rows:
+            slices = taken.setdefault(row.output, [slice(None)] * self._axes[row.output])
+            slices[row.axis] = slice(0, numbers[row.count])
+        return [_front(value, tuple(taken[index])) if index in taken else value for index, value in enumerate(outputs)]
+
+    def _number(self, value: Any) -> int:
+        value = value.tensor if type(value) is View else value
+        if type(value) is not Tensor:
+            return int(value)
+        if value.device is None:
+            return int(value.tolist())
+        address = value.address
+        return int.from_bytes(during(self._backend, LEGACY_STREAM, lambda stream: self._backend.read(address, 8, stream)), "little")
+
+
+def _front(value: Any, slices: tuple[slice, ...]) -> Any:
+    """The front of a tensor, row-major if it is a copy."""
+    if type(value) is View:
+        return value.part(slices)
+    part = value[slices]
+    if all(part_of_axis == slice(None) for part_of_axis in slices[1:]):
+        return part
+    library = library_of(part)
+    return library.copy(library.take(part, "")[0]) if library.name != "dlpack" or type(part) is Tensor else part

@@ -1,9 +1,6 @@
-"""First calls, whose costs are paid ahead.
-
-A first call reads the weights from the disk, builds the graphs that `lazy=True` put off, touches the code of torch's libraries and
-of the bundle, and starts OpenMP's threads, which spin while one of them waits for a page.  So the weights come first.  Then every
-int_key is replayed on the inputs that the build has proved it with: made up numbers could be no valid input.
-"""
+"""First calls read weights from disk, build deferred graphs, page in code, and start OpenMP's threads, which spin while one waits
+for a page. Warmup reads the weights first, then replays int_keys on the inputs of the self-test: made-up numbers might be invalid
+inputs."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from .locks import closed, during
 from .outputs import Session
 
 Warmup = tuple[EntrySpec, tuple[int, ...], Callable[[Sequence[Any]], object]]
-"""What is replayed: an entry, one of its int_keys, and the replay, which takes tensors in the order of the signature."""
+"""An entry, one of its int_keys, and the replay, which takes tensors in the signature's order."""
 
 
 def warm_up(session: Session, manifest: Manifest, calls: Sequence[Warmup]) -> None:
-    """Makes each of the calls once; state, and that of random numbers, is then what it was.  Other threads' calls wait where
-    there is any.  Raises as a call does, and program-closed."""
+    """Makes each call once, and then restores state and random numbers. With state, calls of other threads wait. Raises
+    program-closed, and as a call."""
     backend = session.backend
     if session.self_test is None:
         raise closed(manifest.name)

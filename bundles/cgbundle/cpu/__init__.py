@@ -1,3 +1,1 @@
-"""Code for the CPU: the cpu target, and host regions between graphs.
-Shared objects by AOTInductor, run through its C interface without importing torch.
-"""
+"""Code for the CPU (the cpu target, and host regions between graphs): AOTInductor's shared objects, run without importing torch."""

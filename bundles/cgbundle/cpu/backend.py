@@ -1,4 +1,4 @@
-"""The cpu backend: every program is one host step; weights are mapped and used in place, state is memory of the session's own."""
+"""The cpu backend: every program is one host step over mapped weights; each session has its own state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof
 from threading import RLock, get_ident
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..call.forks import forked
 from ..call.locks import INSIDE, ExclusiveLock, Lock, Turn, closed, locked
@@ -18,8 +18,8 @@ from ..format.archive import Archive
 from ..format.file_names import WEIGHTS, all_programs
 from ..format.schema import STATE, Target
 from ..format.spans import span
-from ..validate.elf import SHARED_OBJECT, check_elf
-from ..weights.host import HostWeights, InitialState, anonymous
+from ..validate.contents import SHARED_OBJECT, check_elf
+from ..weights.host import HostWeights, InitialState, anonymous, host_room, resized
 from . import libtorch
 from .host_region import INSTANCES, HostRegion, OutputLayouts, RegionOutputs, layout_of, open_region
 from .machine import HINT, check_features, free_memory, memory_of_quota
@@ -31,56 +31,49 @@ if TYPE_CHECKING:
     from ..weights.update import Contents, OpenFile
 
 
+Run = tuple[Callable[..., None], int, OutputLayouts, deque[RegionOutputs]]
+"""The run of a program's region, the number and layouts of its outputs, and released outputs for reuse."""
+
+
+class BoundPrograms(NamedTuple):
+    """A session's programs over one version of the weights; a call uses those that were current when it began. `runs`: one per
+    program. Freed with the last call."""
+
+    runs: list[Run]
+    regions: list[HostRegion]
+    weights: HostWeights
+
+
 def check_machine(target: Target) -> None:
-    """Raises wrong-machine unless this machine's processor has what the code uses."""
     machine = os.uname().machine
     if machine != target.arch:
         raise MachineError("wrong-machine", f"the bundle is for {target.arch} processors, this machine is {machine}")
     check_features(target.features, HINT)
 
 
-Run = tuple[Callable[..., None], int, OutputLayouts, deque[RegionOutputs]]
-"""The run of a program's region, the number of its outputs, how they have to lie, and outputs of replays that were released."""
-
-
-class BoundPrograms:
-    """The programs of a session over the weights of one time: a call uses those that it was given when it began, to its end.
-
-    `runs`: of every program.  What they run is freed when no call holds this any more."""
-
-    __slots__ = ("regions", "runs", "weights")
-
-    def __init__(self, runs: list[Run], regions: list[HostRegion], weights: HostWeights) -> None:
-        self.runs, self.regions, self.weights = runs, regions, weights
-
-
 KEPT = 0.25
-"""Of the memory that the process may have, the share up to which code that brings its own products keeps weights a second time,
-laid out for them.  The mapped file beside them is the system's to drop."""
+"""Share of the process's memory up to which code with its own matrix products keeps a packed copy of the weights. The system can
+drop the mapped file."""
 
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class HostBundle:
-    """What all sessions of a bundle use: torch's libraries, the weights, what state holds at first.  As in eager, a caller may
-    write to weights that the model hands out: this process's pages become its own.
-
-    Whoever changes the weights, or makes a session over them, holds `updating`."""
+    """What all sessions share: torch's libraries, weights, initial state. As in eager PyTorch, callers may write to weights that
+    the model returns: these pages become private to the process. Hold `updating` to change weights or to create a session."""
 
     def __init__(self, bundle: Archive, threads: int | None, rows: Mapping[str, int]) -> None:
-        manifest = bundle.manifest
-        check_machine(manifest.target)
+        manifest, target = bundle.manifest, bundle.manifest.target
+        check_machine(target)
         if manifest.state_dimensions:
-            from ..weights.state_rows import host_room, resized  # few bundles have any
-
             manifest = resized(manifest, rows, host_room(free_memory()))
         self.bundle, self.manifest = bundle, manifest
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
         handed = any(alias.memory == "weights" for entry in manifest.entries for alias in entry.aliases)
         self.weights = HostWeights(bundle.mapped(WEIGHTS, writable=handed))
-        known = not handed and not manifest.target.torch  # libtorch keeps none
+        known = not handed and not target.torch  # libtorch keeps none
         self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
         self.updating, self.updated = RLock(), False
         self.state = dict(manifest.memories).get(STATE, 0)
@@ -88,7 +81,7 @@ class HostBundle:
 
 
 def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
-    """Of torch's libraries, or of the bundle's own code, whose regions are all alike.  Raises library-refused where it has none."""
+    """The C interface of torch's libraries, or of the bundle's own code. Raises library-refused."""
     target, regions = bundle.manifest.target, bundle.manifest.regions
     if target.torch or not regions:
         return libtorch.load(target.torch, threads)
@@ -97,18 +90,14 @@ def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
     interface = libtorch.of_code(code, file, threads)
     if interface is None:
         check_elf(code, file, SHARED_OBJECT)  # of a damaged one this says what is wrong
-        raise MachineError(
-            "library-refused", f"{file}: lacks the runtime functions that the manifest promises", "build the bundle again"
-        )
+        text = f"{file}: lacks the runtime functions that the manifest promises"
+        raise MachineError("library-refused", text, "build the bundle again")
     return interface
 
 
 class SharedLock(Lock):
-    """The turns of replays of a program, which run side by side.  `close` waits until none runs; who comes after that gets
-    ProgramClosed, and in a forked process process-forked.
-
-    Each thread has a lock of its own, that nobody waits for but `close`: no count can be wrong.
-    """
+    """Concurrent turns of a program's replays. `close` waits until none runs; later turns raise ProgramClosed. Each thread has its
+    own lock, for which only `close` waits, so that no interrupt can make a count wrong."""
 
     __slots__ = ("_turns",)
 
@@ -118,31 +107,28 @@ class SharedLock(Lock):
 
     @property
     def turn(self) -> AbstractContextManager[None]:
-        """A turn of this thread."""
         self.check_fork()
         turn = self._turns.get(get_ident()) or self._turns.setdefault(get_ident(), Turn(self))
         return INSIDE if turn.owned() else turn
 
     def close(self) -> bool:
-        """As `ExclusiveLock.close`."""
         self.closed = True
         return all([turn.wait() for turn in list(self._turns.values())])
 
 
 class CpuBackend:
-    """Runs the programs of a cpu bundle.  Thread-safe: replays share no memory but the weights; those of a bundle with state run
-    one by one.  `threads`: how many a replay uses, None for OpenMP's own number.  Raises library-missing, library-refused,
-    wrong-machine, weights-invalid."""
+    """Runs the programs of a cpu bundle. Thread-safe: replays share only the weights; with state they run one at a time. `threads`
+    per replay (None: OpenMP's default); `rows` of state by dimension. Raises library-missing, library-refused, wrong-machine,
+    weights-invalid."""
 
     device: int | None = None
     code_bytes = 0
 
     def __init__(self, bundle: Archive, threads: int | None = None, rows: Mapping[str, int] = NOTHING) -> None:
-        """`rows`: of state, by its dimensions."""
         self._open(HostBundle(bundle, threads, rows), alone=False)
 
     def session(self) -> CpuBackend:
-        """A further session: its own state, static input buffers and host regions.  One thread at a time may use it."""
+        """Another session, for one thread at a time, with its own state, static input buffers and host regions."""
         session = object.__new__(CpuBackend)
         session._open(self._use(), alone=True)
         return session
@@ -169,29 +155,18 @@ class CpuBackend:
             raise
 
     def _over(self, weights: HostWeights) -> BoundPrograms:
-        """The programs of this session over these weights."""
-        shared = self._use()
-        manifest = shared.manifest
-        regions: list[HostRegion] = []
+        shared, torch, runs = self._use(), self._torch, list[Run]()
+        manifest, regions, state = shared.manifest, list[HostRegion](), addressof(self._state)
         try:
             for row in manifest.regions:
-                opened = open_region(
-                    shared.bundle, row, self._weights, weights, self._torch, addressof(self._state), self._instances,
-                    fixed=shared.fixed,
-                )  # fmt: skip
-                regions.append(opened)
-            for program in shared.programs:
-                regions[program.steps[0].region].check_counts(len(program.inputs), len(program.outputs))
-            runs = [
-                (
-                    regions[program.steps[0].region].run,
-                    len(program.outputs),
-                    OutputLayouts(self._torch, manifest, entry, program),
-                    deque[RegionOutputs](maxlen=INSTANCES),
+                regions.append(
+                    open_region(shared.bundle, row, self._weights, weights, torch, state, self._instances, fixed=shared.fixed)
                 )
-                for entry in manifest.entries
-                for program in entry.programs
-            ]
+            for entry in manifest.entries:
+                for program in entry.programs:
+                    region, layouts = regions[program.steps[0].region], OutputLayouts(torch, manifest, entry, program)
+                    region.check_counts(len(program.inputs), len(program.outputs))
+                    runs.append((region.run, len(program.outputs), layouts, deque[RegionOutputs](maxlen=INSTANCES)))
         except BaseException:
             for region in regions:
                 region.close()
@@ -199,28 +174,24 @@ class CpuBackend:
         return BoundPrograms(runs, regions, weights)
 
     def _take(self, bound: BoundPrograms) -> None:
-        """Calls that begin from now on use these."""
         self._bound = bound
         self._lock.value = self._watched(bound)
 
     @property
     def turn(self) -> AbstractContextManager[None]:
-        """Waits for nothing where replays share no memory: they run side by side."""
         return self._lock.turn
 
     def begin(self, stream: int | None) -> Any:
-        """The call's BoundPrograms."""
         return self._lock.value
 
     def end(self, stream: Any) -> None:
-        """Nothing: a replay on the CPU leaves nothing behind."""
+        """Nothing to do on the CPU."""
 
     def locked(self, stream: int | None) -> AbstractContextManager[Any]:
         return locked(self, stream)
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: BoundPrograms) -> RegionOutputs:
-        """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise.  Raises
-        library-refused where they are not."""
+        """Raises library-refused if the outputs do not have the program's layouts."""
         run, outputs, layouts, free = stream.runs[program]
         try:
             results = free.pop()
@@ -269,7 +240,7 @@ class CpuBackend:
     def update(
         self, contents: Mapping[int, Contents], sessions: Sequence[CpuBackend], files: Sequence[OpenFile], ready: Callable[[], None]
     ) -> None:
-        """Nothing waits: calls that run keep the old weights to their end, and the memory of these is given back then."""
+        """Does not wait: running calls keep the old weights, which are freed afterwards."""
         shared = self._use()
         with shared.updating:
             weights = shared.weights.updated([self._weights[index] for index in contents], list(contents.values()))
@@ -294,7 +265,6 @@ class CpuBackend:
         return self._use().updated
 
     def buffers(self, program: int) -> tuple[list[int], object]:
-        """The addresses of the program's static input buffers, and what keeps them alive; the same at every call."""
         row = self._use().programs[program]
         kept = self._buffers.get(program)
         if kept is None:
@@ -313,7 +283,6 @@ class CpuBackend:
                 self._lock.value = self._watched(self._bound)
 
     def _watched(self, bound: BoundPrograms) -> BoundPrograms:
-        """The programs as calls are given them: timed for the profile that watches."""
         profile = self._profile
         if profile is None:
             return bound
@@ -322,26 +291,25 @@ class CpuBackend:
         manifest = self._use().manifest
         names = [step_names(manifest, entry, program)[0] for entry in manifest.entries for program in entry.programs]
         rows = zip(names, bound.runs, strict=True)
-        timed = [(profile.timed(name, run), outputs, layouts, free) for name, (run, outputs, layouts, free) in rows]
-        return BoundPrograms(timed, bound.regions, bound.weights)
+        return bound._replace(runs=[(profile.timed(name, run), *rest) for name, (run, *rest) in rows])  # type: ignore[misc]
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
-        """Nothing: a replay's memory is fresh from torch's allocator."""
+        """Nothing to do: torch's allocator provides a replay's memory."""
 
     def close(self) -> None:
-        """Waits for running replays, then frees what the backend holds; weights and state, when nothing looks at them any more.
-        Where it was interrupted, the next one goes on.  In a forked process there is nothing to wait for, and code that a call was
-        in the middle of is left alone.  What a call of this very thread uses is freed at its end."""
+        """Waits for running replays, then frees everything; weights and state live until nothing refers to them. An interrupted
+        close can be repeated. In a forked process it does not wait, and leaves running code alone. Memory of a call of this thread
+        is freed at its end."""
         shared = self._shared
         if shared is None:
             return
         if not self._lock.inherited:
-            left = self._lock.close()
+            unused = self._lock.close()
             with shared.updating:
-                if self._bound is not None and left:
+                if self._bound is not None and unused:
                     _close(self._bound)
                 self._bound = self._lock.value = self._shared = None
-                if not left:
+                if not unused:
                     return
         self._bound = self._lock.value = self._shared = None
         self._buffers.clear()

@@ -1,6 +1,5 @@
-"""Host regions: a shared object of AOTInductor, run through its C interface (torch/csrc/inductor/aoti_runtime/interface.h), with
-constants in the runtime's memory.  Also the outputs of its runs, which the code allocates and which are freed with their last
-reference, and the check of their dtypes, shapes and strides."""
+"""Host regions: AOTInductor's shared objects, run through their C interface (torch/csrc/inductor/aoti_runtime/interface.h) with
+constants in the runtime's memory, and the outputs of runs."""
 
 from __future__ import annotations
 
@@ -23,32 +22,19 @@ from ..weights.host import HostWeights
 from .libtorch import LibTorch, load_shared_object, numbers
 from .libtorch import built_with as version_of
 
-CPU_DEVICE = 0
-"""c10::DeviceType::CPU."""
-
+CPU_DEVICE = 0  # c10::DeviceType::CPU
 FORGETFUL = ((2, 13),)
-"""Versions of torch whose containers make a handle for each constant, and never free it: 370 bytes each
-(MaybeOwningAtenTensorHandle, torch/csrc/inductor/aoti_runtime/utils.h).  Do not list a version that frees them."""
+"""Versions of torch whose containers leak a handle for each constant, 370 bytes each (MaybeOwningAtenTensorHandle,
+torch/csrc/inductor/aoti_runtime/utils.h). Do not list a version that frees them."""
 
 POINTER_BYTES, STRIDE_BYTES = ctypes.sizeof(c_void_p), ctypes.sizeof(c_int64)
 
-CONSTANT_BYTES = 64
-"""AOTInductor rounds the bytes of a constant up to a multiple of this (AOTI_CONST_ALIGNMENT)."""
-
-ASSERTS = "an assertion of the model failed"
-"""The text that a build writes into the message of every assertion of the model, after its line."""
-
-API_CALL = " API call failed at "
-"""Part of an error's text if a function of torch's libraries failed; these have the cause."""
-
-NO_MEMORY = ("DefaultCPUAllocator", "std::bad_alloc")
-"""Part of an error's text if memory ran out: from torch's allocator, and from C++."""
-
-MODEL_PREFIX = "model."
-"""Prefix of constants in the shared object, before the model's own names."""
-
-INSTANCES = 4
-"""Maximum number of concurrent replays of one region; others wait.  An instance shares the constants and costs a few KB."""
+CONSTANT_BYTES = 64  # AOTInductor rounds the bytes of constants up to a multiple (AOTI_CONST_ALIGNMENT)
+ASSERTS = "an assertion of the model failed"  # in the message of every assertion of the model, after its line
+API_CALL = " API call failed at "  # in an error's text if a function of torch's libraries failed, which have the cause
+NO_MEMORY = ("DefaultCPUAllocator", "std::bad_alloc")  # out of memory: from torch's allocator, from C++
+MODEL_PREFIX = "model."  # before names of the model's constants in the shared object
+INSTANCES = 4  # maximum number of concurrent replays of one region, a few KB each; others wait
 
 
 FUNCTIONS = tuple([
@@ -66,7 +52,7 @@ class _Pair(ctypes.Structure):
 
 
 class Layout:
-    """A tensor's dtype, shape and strides in the form that the C interface takes, made once per program."""
+    """A tensor's dtype, shape and strides as the C interface takes them."""
 
     __slots__ = ("dtype", "rank", "shape", "shape_at", "strides", "strides_at")
 
@@ -78,24 +64,16 @@ class Layout:
 
 
 def layout_of(row: Value | Weight, torch: LibTorch) -> Layout:
-    """The layout of a value or weight.  Raises library-refused if this torch does not have the dtype."""
+    """Raises library-refused if this torch does not have the dtype."""
     return Layout(torch.dtype(row.dtype), row.shape, row.strides)
 
 
 def open_region(
-    bundle: Archive,
-    region: Region,
-    weights: Sequence[Weight],
-    placed: HostWeights | None,
-    torch: LibTorch,
-    state: int = 0,
-    instances: int = INSTANCES,
-    *,
-    fixed: bool = False,
-) -> HostRegion:
-    """A host region of a bundle, ready to run.  Its constants are used in place, where the weights are `placed` (None for a region
-    without constants) or in memory state at `state`; both must stay until it is closed.  `fixed`: the weights do not change until
-    then.  Raises library-refused."""
+    bundle: Archive, region: Region, weights: Sequence[Weight], placed: HostWeights | None, torch: LibTorch, state: int = 0,
+    instances: int = INSTANCES, *, fixed: bool = False,
+) -> HostRegion:  # fmt: skip
+    """A host region with constants in place: in `placed` (None without constants), or in memory state at `state`; both must outlive
+    it. `fixed`: the weights will not change. Raises library-refused."""
     opened = HostRegion(bundle.data(region.file), torch, region.file, instances, bundle.manifest.target.torch)
     try:
         opened.check_constants([(name, bundle.manifest.weights[index]) for name, index in region.constants])  # as it was built
@@ -118,14 +96,9 @@ def open_region(
 
 
 class HostRegion:
-    """One loaded shared object, from the bytes of its file.
-
-    Thread-safe: up to `instances` runs at a time, the rest wait.  Several with equal bytes share only the code.  It is closed by
-    `close`, or with its last reference (a run has one); in a forked process only by `close`.
-
-    Raises image-invalid for a truncated file, and library-refused, with the library's message, if it cannot be loaded.
-    `built_with`: the version of torch that made it, "" if unknown.
-    """
+    """A loaded shared object. Thread-safe: up to `instances` concurrent runs. Equal files share the code. Closed by `close` or with
+    its last reference, in a forked process only by `close`. `built_with`: torch's version, "" if unknown. Raises image-invalid for
+    a truncated file, library-refused if it cannot be loaded."""
 
     def __init__(self, data: bytes, torch: LibTorch, where: str, instances: int = INSTANCES, built_with: str = "") -> None:
         self._torch, self._where = torch, where
@@ -140,134 +113,114 @@ class HostRegion:
         if release is not None:
             release.argtypes = (c_void_p,)  # type: ignore[attr-defined]
         self._owned, self._handles, self._fixed = handles_type(1)(), list[int | None](), list[int]()
-        self._left = chain(
+        self._pending = chain(
             map(delete, filter(None, self._owned)), map(release or id, self._fixed), map(torch.delete, filter(None, self._handles))
         )
-        when_gone(self, self._left, forked=False)
+        when_gone(self, self._pending, forked=False)
         create = self._library.AOTInductorModelContainerCreateWithDevice
         self._check(create(byref(self._owned), c_size_t(instances), b"cpu", None))
         self._container = c_void_p(self._owned[0])
 
     def fix(self, address: int, size: int) -> None:
-        """Declares that the weights do not change until this is closed: code with its own matrix products caches packed weights."""
+        """Declares that these weights do not change until `close`: code with its own matrix products caches packed weights."""
         function = getattr(self._library, "cgbundle_fix", None)
         if function is not None:
             self._fixed.append(address)
             function(c_void_p(address), ctypes.c_int64(size))
 
     def constants(self) -> list[tuple[str, str]]:
-        """(the shared object's name, the name in the model) of every constant."""
-        count = c_size_t()
-        self._check(self._library.AOTInductorModelContainerGetNumConstants(self._container, byref(count)))
+        """(name in the shared object, name in the model) of every constant."""
+        count, texts, library = c_size_t(), (c_char_p(), c_char_p()), self._library
+        self._check(library.AOTInductorModelContainerGetNumConstants(self._container, byref(count)))
+        getters = library.AOTInductorModelContainerGetConstantName, library.AOTInductorModelContainerGetConstantOriginalFQN
         names = []
         for index in range(count.value):
-            inner, model = c_char_p(), c_char_p()
-            self._check(self._library.AOTInductorModelContainerGetConstantName(self._container, c_size_t(index), byref(inner)))
-            self._check(
-                self._library.AOTInductorModelContainerGetConstantOriginalFQN(self._container, c_size_t(index), byref(model))
-            )
-            names.append(((inner.value or b"").decode(), (model.value or b"").decode()))
+            for get, text in zip(getters, texts, strict=True):
+                self._check(get(self._container, c_size_t(index), byref(text)))
+            names.append(((texts[0].value or b"").decode(), (texts[1].value or b"").decode()))
         return names
 
     def check_constants(self, bound: Sequence[tuple[str, Weight]]) -> None:
-        """Raises library-refused unless `bound`, pairs of a constant's name in the code and a weight, has each constant once.  The
-        weight must have the name and the dtype of the code, and at most the size of its storage.  It is smaller if it was a part of
-        a larger tensor.
-        """
-        library, container, rows = self._library, self._container, dict(bound)
-        names = self.constants()
-        if len(rows) != len(bound) or rows.keys() != {inner for inner, _ in names}:
-            odd = sorted(rows.keys() ^ {inner for inner, _ in names}) or [inner for inner, _ in bound]
-            raise self._other_constants(f"{odd[0]!r} is bound and no constant of the code, or one and not bound")
+        """Raises library-refused unless `bound` has each constant of the code once, with a weight of the same name and dtype that
+        fits into its storage. It is smaller if it was a part of a larger tensor."""
+        library, container, rows, names = self._library, self._container, dict(bound), self.constants()
+        inner_names = {inner for inner, _ in names}
+        if len(rows) != len(bound) or rows.keys() != inner_names:
+            odd = sorted(rows.keys() ^ inner_names) or [inner for inner, _ in bound]
+            raise self._refused(f"constant {odd[0]!r} is bound and no constant of the code, or one and not bound")
         dtype, size = c_int32(), c_size_t()
         for index, (inner, model) in enumerate(names):
-            row = rows[inner]
-            if row.name != model.removeprefix(MODEL_PREFIX):
-                raise self._other_constants(
-                    f"{inner!r} is weight {model.removeprefix(MODEL_PREFIX)!r}, the bundle says {row.name!r}"
-                )
+            row, name = rows[inner], model.removeprefix(MODEL_PREFIX)
+            if row.name != name:
+                raise self._refused(f"constant {inner!r} is weight {name!r}, the bundle says {row.name!r}")
             self._check(library.AOTInductorModelContainerGetConstantDtype(container, c_size_t(index), byref(dtype)))
             self._check(library.AOTInductorModelContainerGetConstantDataSize(container, c_size_t(index), byref(size)))
             rounded = -(-span(row) // CONSTANT_BYTES) * CONSTANT_BYTES
             if dtype.value != self._torch.dtype(row.dtype) or rounded > size.value:
-                expected = f"the bundle says {row.dtype} {list(row.shape)}"
-                raise self._other_constants(f"{inner!r} has another dtype or size ({size.value} bytes), {expected}")
+                text = f"constant {inner!r} has another dtype or size ({size.value} bytes)"
+                raise self._refused(f"{text}, the bundle says {row.dtype} {list(row.shape)}")
 
-    def _other_constants(self, text: str) -> MachineError:
-        return MachineError("library-refused", f"{self._where}: constant {text}", "build the bundle again")
+    def _refused(self, text: str, hint: str = "build the bundle again") -> MachineError:
+        return MachineError("library-refused", f"{self._where}: {text}", hint)
 
     def bind(self, constants: Mapping[str, tuple[int, Layout]]) -> None:
-        """Sets the constants of the region, by their names in the shared object: (address, layout).  The runtime keeps ownership of
-        the memory, which is used in place."""
+        """Sets the constants by their names in the shared object: (address, layout) of memory that the runtime keeps."""
         pairs = (_Pair * len(constants))()
         for pair, (name, (address, layout)) in zip(pairs, constants.items(), strict=True):
             handle = c_void_p()
             if self._torch.create(
                 address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, byref(handle)
             ):
-                raise MachineError("library-refused", f"{self._where}: torch refused a constant")
+                raise self._refused("torch refused a constant", "")
             self._handles.append(handle.value)
             pair.name, pair.handle = name.encode(), handle.value
         update = self._library.AOTInductorModelContainerUpdateUserManagedConstantBufferPairs
         self._check(update(self._container, pairs, c_size_t(len(constants)), c_bool(False), c_bool(True)))
-        if self._forgets:
-            self._handles += self._own_handles()
-
-    def _own_handles(self) -> list[int | None]:
-        """The container's handles of these constants."""
-        entries, count = POINTER(_Pair)(), c_size_t()
+        if not self._forgets:
+            return
+        entries, count = POINTER(_Pair)(), c_size_t()  # the container's handles of these constants
         extract = getattr(self._library, "AOTInductorModelContainerExtractConstantsMapEntries", None)
         if extract is None:  # code of another version than the bundle says
-            raise MachineError(
-                "library-refused", f"{self._where}: was not built with the torch of the manifest", "build the bundle again"
-            )
+            raise self._refused("was not built with the torch of the manifest")
         self._check(extract(self._container, byref(entries), byref(count), c_bool(False)))
-        return [entries[index].handle for index in range(count.value)]
+        self._handles += [entries[index].handle for index in range(count.value)]
 
     def check_counts(self, inputs: int, outputs: int) -> None:
-        """Raises library-refused unless the region has these numbers of inputs and outputs: `run` with another number crashes the
-        process."""
-        for kind, count, name in (("inputs", inputs, "GetNumInputs"), ("outputs", outputs, "GetNumOutputs")):
+        """Raises library-refused for other numbers of inputs and outputs, with which `run` would crash."""
+        for kind, count in (("Inputs", inputs), ("Outputs", outputs)):
             number = c_size_t()
-            self._check(self._library[f"AOTInductorModelContainer{name}"](self._container, byref(number)))
+            self._check(self._library[f"AOTInductorModelContainerGetNum{kind}"](self._container, byref(number)))
             if number.value != count:
-                raise MachineError("library-refused", f"{self._where}: has {number.value} {kind}, the bundle says {count}")
+                raise self._refused(f"has {number.value} {kind.lower()}, the bundle says {count}", "")
 
     def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: ctypes.Array[c_void_p]) -> None:
-        """Runs on CPU memory; puts the handles of output tensors into `outputs`, for the caller to delete.  Raises the errors of
-        the model's code, assertion-failed and operation-refused, and out-of-memory."""
+        """Runs on CPU memory. Writes handles of output tensors to `outputs`, for the caller to delete. Raises assertion-failed,
+        operation-refused, out-of-memory."""
         inputs = handles_type(len(addresses))()
         place = addressof(inputs)
         for address, layout in zip(addresses, layouts, strict=True):
-            code = self._torch.create(
-                address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, place
-            )
-            if code:
-                raise MachineError("library-refused", f"{self._where}: torch refused an input tensor")
+            if self._torch.create(address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, place):
+                raise self._refused("torch refused an input tensor", "")
             place += POINTER_BYTES
         FORKS.threads = True
         if self._run(self._container, inputs, len(addresses), outputs, len(outputs), None, None):
-            raise self._failed_call()
+            message = self._last_error()  # of torch's code, because of input values or of missing memory
+            if ASSERTS in message:
+                raise CallError("assertion-failed", message.removeprefix("Expected "))
+            if any(text in message for text in NO_MEMORY):
+                hint = "free memory of this machine, or call smaller sizes"
+                raise OutOfMemory("out-of-memory", f"{self._where}: {message}", hint)
+            raise CallError("operation-refused", f"{self._where}: {message or 'the shared object failed'}")
 
     def close(self) -> None:
-        """Frees the container and the constants' handles; the shared object stays mapped (dlclose of C++ code is not safe)."""
-        make_calls(self._left)
+        """Frees the container and the constants' handles. The shared object stays mapped (dlclose of C++ code is not safe)."""
+        make_calls(self._pending)
 
     def _check(self, code: int) -> None:
         if code:
-            raise MachineError("library-refused", f"{self._where}: {self._last_error() or 'the shared object failed'}")
-
-    def _failed_call(self) -> CallError | OutOfMemory:
-        """The error of a run, from an exception of torch's code because of its input values or of missing memory."""
-        message = self._last_error()
-        if ASSERTS in message:
-            return CallError("assertion-failed", message.removeprefix("Expected "))
-        if any(text in message for text in NO_MEMORY):
-            return OutOfMemory("out-of-memory", f"{self._where}: {message}", "free memory of this machine, or call smaller sizes")
-        return CallError("operation-refused", f"{self._where}: {message or 'the shared object failed'}")
+            raise self._refused(self._last_error() or "the shared object failed", "")
 
     def _last_error(self) -> str:
-        """The first line of the last error of the shared object, or ""."""
         text = c_char_p()
         last = getattr(self._library, "AOTInductorGetLastError", None)  # of torch 2.13, else of silent_errors.h
         if last is not None:
@@ -282,72 +235,62 @@ class HostRegion:
 # --- outputs of runs ----------------------------------------------------------------------------------------------------
 
 Found = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""The result of `LibTorch.layout`: torch's number of the dtype, shape, strides in elements."""
+"""torch's number of a dtype, shape, strides in elements: the result of `LibTorch.layout`."""
 
 
 @lru_cache(maxsize=256)
 def handles_type(count: int) -> type[Array[c_void_p]]:
-    """The type of an array of this many tensor handles."""
     return c_void_p * count
 
 
-ALL: Any = itemgetter(slice(None))
-"""The elements of a ctypes array as a list, because its iteration is slow."""
+ALL: Any = itemgetter(slice(None))  # a ctypes array as a list; iteration is slow
 
 
 class RegionOutputs:
-    """The `count` output tensors of one replay, in memory of torch's allocator until `release`, or until the last reference to this
-    goes.
+    """The output tensors of one replay, in torch's memory until `release` or the last reference. The replay writes `handles`. An
+    interrupt may come at any point: C functions free each tensor once. `free` keeps released objects for reuse, because creation
+    takes microseconds."""
 
-    The replay writes their handles to `handles`, which are 0 before.  It may be interrupted at any point: C functions free each
-    tensor once.  Creation takes microseconds, so `free` keeps released ones for the next replays.
-    """
-
-    __slots__ = ("__weakref__", "_free", "_left", "_torch", "addresses", "handles")
+    __slots__ = ("__weakref__", "_free", "_pending", "_torch", "addresses", "handles")
 
     device: int | None = None
     static = False
 
     def __init__(self, torch: LibTorch, count: int, free: deque[RegionOutputs] | None = None) -> None:
         self._torch, self._free, self.handles = torch, free, handles_type(count)()
-        self._left: list[int | None] = []  # handles to be freed, on top of a 0
+        self._pending: list[int | None] = []  # handles to be freed, on top of a 0
         self.addresses: Sequence[int] = ()
-        rest = chain.from_iterable(map(ALL, (self.handles, self._left)))
+        rest = chain.from_iterable(map(ALL, (self.handles, self._pending)))
         when_gone(self, map(torch.delete, filter(None, rest)))
 
     def transfer_ownership(self, index: int) -> RegionOutputs:
-        """Returns the tensor, and removes it here."""
+        """Moves one tensor to an object of its own."""
         kept = RegionOutputs(self._torch, 1)
         kept.handles[0], self.handles[index] = self.handles[index], None
         return kept
 
     def release(self) -> None:
-        """Frees the tensors, which are not used any more."""
-        left, handles = self._left, self.handles
-        left[:], handles[:] = [0, *handles[:]], [None] * len(handles)  # at once: nothing is called
-        make_calls(map(self._torch.delete, filter(None, iter(left.pop, 0))))
+        pending, handles = self._pending, self.handles
+        pending[:], handles[:] = [0, *handles[:]], [None] * len(handles)  # at once: nothing is called
+        make_calls(map(self._torch.delete, filter(None, iter(pending.pop, 0))))
         if self._free is not None:
             self._free.append(self)
 
 
 def check_layout(layout: Found, dtype: int, row: Value, where: str) -> None:
-    """Raises library-refused unless the layout of the code's tensor is that of `row`; `dtype` is torch's number of the row's dtype.
-
-    `where` names the shared object and the output.  Strides of axes of one element, and of empty tensors, do not count.
-    """
+    """Raises library-refused unless the tensor has the layout of `row`, whose dtype is torch's number `dtype`. Strides of axes of
+    one element, and of empty tensors, do not count."""
     number, shape, strides = layout
-    same = number == dtype
-    if not same or shape != row.shape or moving(shape, strides) != moving(shape, row.strides):
+    if number != dtype or shape != row.shape or moving(shape, strides) != moving(shape, row.strides):
         expected = f"{row.dtype} {list(row.shape)} with strides {list(row.strides)}"
-        got = f"{'the same dtype' if same else 'another dtype'}, {list(shape)} with strides {list(strides)}"
+        got = f"{'the same dtype' if number == dtype else 'another dtype'}, {list(shape)} with strides {list(strides)}"
         raise MachineError("library-refused", f"{where} is {got}, the bundle says {expected}", "build the bundle again")
 
 
 class OutputLayouts:
-    """The expected layouts of a CPU program's outputs.  Dtypes and shapes depend on those of the inputs only: they are compared at
-    the first replay.  Strides may depend on the values of inputs, such as a column of a tensor whose width is a sum: they are
-    compared at every replay.  An output that shares memory is read there; the code returns a copy.
-    """
+    """Checks layouts of a CPU program's outputs. Dtypes and shapes depend only on those of the inputs: checked at the first replay.
+    Strides may depend on values, as for a column of a tensor whose width is a sum: checked at every replay. Aliases are skipped,
+    because the code returns copies."""
 
     __slots__ = ("_handed", "_rows", "_strides", "_torch", "_where")
 
@@ -363,7 +306,7 @@ class OutputLayouts:
         self._strides: list[tuple[int, int, bytes]] | None = None
 
     def addresses(self, handles: Array[c_void_p]) -> list[int]:
-        """The addresses of one replay's tensors.  Raises library-refused with the name of an output whose layout differs."""
+        """The addresses of one replay's tensors. Raises library-refused with the name of an output."""
         torch, words = self._torch, self._handed()
         place = addressof(words)
         for handle in handles:

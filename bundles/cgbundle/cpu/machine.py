@@ -1,10 +1,6 @@
-"""What code for the CPU may use of this machine: instructions of its processor, threads and memory.
-
-OpenMP counts the processors that a process may run on, and knows no quota of a container (`docker --cpus`, `limits.cpu` of a pod):
-it would start a thread for each of the host's.  They use the time up while they wait for one another, and are stopped together.
-Source: CFS bandwidth control in the documentation of Linux, cpu.max and memory.max of cgroup v2, cpu.cfs_quota_us and
-memory.limit_in_bytes of v1.
-"""
+"""The processor's instructions, threads and memory for CPU code. OpenMP ignores quotas of containers (`docker --cpus`,
+`limits.cpu`), and would start a thread for each of the host's processors; these use up the quota waiting for each other. Source:
+Linux, CFS bandwidth control; cpu.max and memory.max of cgroup v2, cpu.cfs_quota_us and memory.limit_in_bytes of v1."""
 
 from __future__ import annotations
 
@@ -24,29 +20,27 @@ BY_NAME_ALONE = frozenset((
     "rdrand", "rdseed", "rdpid", "clflushopt", "clwb", "cldemote", "fsgsbase", "pku", "xsave", "xsaveopt", "xsavec", "xsaves",
     "wbnoinvd",
 ))  # fmt: skip
-"""Instructions that no compiler chooses by itself: code has them where its source names them, which that of a model never does.
-A bundle names all that its compiler could have written."""
+"""Instructions that compilers use only if the source names them, which a model's never does. Bundles list all features of their
+compiler's target."""
 
 SVE_LENGTH = 51
-"""prctl's PR_SVE_GET_VL (include/uapi/linux/prctl.h): aarch64's bytes of a vector in the low 16 bits."""
+"""PR_SVE_GET_VL (include/uapi/linux/prctl.h): aarch64's vector length in bytes in the low 16 bits."""
 
 
 def check_features(features: Iterable[str], hint: str = "build the bundle on this kind of machine") -> None:
-    """Raises wrong-machine, naming what is missing, unless this processor has all of `features` that code can use unasked."""
-    wanted = set(features) - BY_NAME_ALONE
-    missing = sorted(wanted - processor_flags()) if wanted else []
+    needed = set(features) - BY_NAME_ALONE
+    missing = sorted(needed - processor_flags()) if needed else []
     if missing:
         raise MachineError("wrong-machine", f"this processor lacks {', '.join(missing)}, which the bundle's code uses", hint)
 
 
 def processor_name() -> str:
-    """The model of the first processor, else the machine's kind."""
     return _first("model name") or os.uname().machine
 
 
 def processor_flags() -> frozenset[str]:
-    """The flags of the first processor, as /proc/cpuinfo names them (empty where they are not known); and `sve256` where vectors of
-    SVE have 256 bits: code may be compiled for one length alone."""
+    """The flags of the first processor in /proc/cpuinfo, or none; and `sve256` for 256-bit SVE: code may be compiled for one vector
+    length."""
     flags = frozenset(_first("flags", "Features").split())
     return flags | {f"sve{8 * _vector_bytes()}"} if "sve" in flags else flags
 
@@ -58,7 +52,7 @@ def _vector_bytes() -> int:
 
 
 def _first(*names: str) -> str:
-    """The first of these entries in /proc/cpuinfo; "" where there is no such file or entry."""
+    """The first of these entries in /proc/cpuinfo, or ""."""
     try:
         with open("/proc/cpuinfo") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith(names)), "")
@@ -68,24 +62,26 @@ def _first(*names: str) -> str:
 
 # --- quotas of containers ---------------------------------------------------------------------------------------------
 
-NUMBER = "OMP_NUM_THREADS"
-"""Where OpenMP's number is given, that is what a program uses."""
+NUMBER = "OMP_NUM_THREADS"  # OpenMP's own setting has precedence
 
 
 def threads_of_quota(root: str = "/") -> int | None:
-    """How many threads can run all the time, one at least, where that is fewer than the processors that the process may run on.
-
-    None where there is no such quota, or the environment says a number.
-    """
+    """The number of threads that a quota allows, at least one; None without a quota below the number of processors, or if the
+    environment has a number."""
     if NUMBER in os.environ:
         return None
-    shares = [share for share in (_share(text) for text in _quotas(root)) if share is not None]
+    shares = []  # processors' worth of time
+    for folder, old in _groups(root, "cpu"):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
+        quota, period, *_ = [*" ".join([_read(os.path.join(folder, name)) for name in names]).split(), "", ""]
+        if quota.isdigit() and period.isdigit() and int(period):  # not "max", nor -1
+            shares.append(int(quota) / int(period))
     number = max(1, int(min(shares))) if shares else None
     return number if number is not None and number < len(os.sched_getaffinity(0)) else None
 
 
 def memory_of_quota(root: str = "/") -> int:
-    """Bytes that the process may have: those of the machine, or fewer where a control group says so."""
+    """Bytes that the process may use: the machine's, or fewer by a control group."""
     limits = [
         _read(os.path.join(folder, "memory.limit_in_bytes" if old else "memory.max")) for folder, old in _groups(root, "memory")
     ]
@@ -94,23 +90,13 @@ def memory_of_quota(root: str = "/") -> int:
 
 
 def free_memory(root: str = "/") -> int:
-    """Bytes that the process could get now, as far as the machine and its control groups know."""
     rows = dict([line.split(":", 1) for line in _read(os.path.join(root, "proc/meminfo")).splitlines()])
     return min(int(rows["MemAvailable"].split()[0]) << 10, memory_of_quota(root))
 
 
-def _quotas(root: str) -> Iterator[str]:
-    """Quota and period, in microseconds."""
-    for folder, old in _groups(root, "cpu"):
-        if old:
-            yield f"{_read(os.path.join(folder, 'cpu.cfs_quota_us'))} {_read(os.path.join(folder, 'cpu.cfs_period_us'))}"
-        else:
-            yield _read(os.path.join(folder, "cpu.max"))
-
-
 def _groups(root: str, kind: str) -> Iterator[tuple[str, bool]]:
-    """The folders of the process's control groups of a kind and of those above, and whether they are version 1's.  Inside a
-    container its own is the top."""
+    """The folders of the process's control groups and their parents, and whether they are version 1. A container sees its own as
+    the root."""
     for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
         _, kinds, group = line.split(":", 2)
         if kinds and kind not in kinds.split(","):
@@ -119,12 +105,6 @@ def _groups(root: str, kind: str) -> Iterator[tuple[str, bool]]:
         parts = [part for part in group.split("/") if part not in ("", "..")]
         for depth in range(len(parts) + 1):
             yield os.path.join(top, *parts[:depth]), bool(kinds)
-
-
-def _share(text: str) -> float | None:
-    """Processors' worth of time; None for "max", for -1, and for what is not there."""
-    quota, _, period = text.strip().partition(" ")
-    return int(quota) / int(period) if quota.isdigit() and period.strip().isdigit() and int(period) else None
 
 
 def _read(path: str) -> str:
@@ -137,26 +117,20 @@ def _read(path: str) -> str:
 
 # --- numbers of threads -----------------------------------------------------------------------------------------------
 
-MOST = 1024
-"""Beyond that a process may fail to start them, which OpenMP ends it for."""
-
+MOST = 1024  # with more threads a process may fail to start them, and OpenMP ends it
 _FIRST_USE = "_ZN2at15get_num_threadsEv"
 
 
 def check_number(threads: object) -> None:
-    """Raises ValueError unless it is a number of threads, from 1 to `MOST`."""
     if not (type(threads) is int and 1 <= threads <= MOST):
         raise ValueError(f"threads={threads!r}: expected an integer from 1 to {MOST}, or None")
 
 
 def with_threads(run: Callable[..., int], library: ctypes.CDLL, threads: int) -> Callable[..., int]:
-    """`run` with that many threads, of OpenMP, which compiled code and torch run on, and of MKL, torch's products; `library` is
-    torch's, and leads to those under it.  Raises library-refused.
-
-    Both numbers are the calling thread's own (OpenMP 5.2, nthreads-var; MKL_Set_Num_Threads_Local), so that each run sets and
-    restores them, and programs with different numbers share a process.  torch would overwrite OpenMP's at its first use in a
-    thread: it is asked for its number before.  Private of torch (2.11, 2.13): the C++ symbol of `at::get_num_threads()`.
-    """
+    """Runs with a number of threads, of OpenMP and of MKL (torch's matrix products); `library` is torch's. Raises library-refused.
+    Both numbers belong to the calling thread (OpenMP 5.2, nthreads-var; MKL_Set_Num_Threads_Local): each run sets and restores
+    them. torch would overwrite OpenMP's at its first use in a thread, so that is triggered before. Private of torch (2.11, 2.13):
+    the C++ symbol of `at::get_num_threads()`."""
     try:
         first_use, get_openmp, set_openmp = library[_FIRST_USE], library["omp_get_max_threads"], library["omp_set_num_threads"]
     except AttributeError as error:

@@ -1,9 +1,5 @@
-"""What another thread does for a program, beside its load or its calls.
-
-Making a GPU's context takes 0.2 s, as long as everything else in loading a bundle together, and needs nothing but the device's
-number.  So it is made while the runtime's modules are imported and the bundle is checked.  And where there are many int_keys, a
-program answers before all of their graphs are built.
-"""
+"""Work in another thread beside a load or calls: creating a GPU's context takes 0.2 s, as long as the rest of a load, and graphs of
+further int_keys are built while a program answers already."""
 
 from __future__ import annotations
 
@@ -18,11 +14,9 @@ if TYPE_CHECKING:
 
 
 class ContextFuture:
-    """The context that `make` gives, begun at once; None makes nothing.
-
-    By `_thread`, since `threading` takes half as long to import as all else before it.  `make` must not import: `threading` takes
-    the thread that imports it first for the main one.
-    """
+    """The context that `make` returns, started at once; None makes nothing. Uses `_thread`, because `threading` takes half as long
+    to import as everything before it. `make` must not import: `threading` takes the thread that imports it first for the main
+    one."""
 
     def __init__(self, make: Callable[[], Any] | None) -> None:
         self._context: Any = None
@@ -33,7 +27,7 @@ class ContextFuture:
             _thread.start_new_thread(self._run, (make,))
 
     def take(self) -> Any:
-        """The context, which is the caller's now; None when none was begun.  Raises what making it raised."""
+        """The context, now the caller's; None without one. Raises what `make` raised."""
         self._join()
         if self._error is not None:
             raise self._error
@@ -41,7 +35,7 @@ class ContextFuture:
         return context
 
     def drop(self) -> None:
-        """Gives the context back unless it was taken."""
+        """Releases the context unless it was taken."""
         self._join()
         if self._context is not None:
             self._context.release()
@@ -61,18 +55,15 @@ class ContextFuture:
 
 
 FIRST = 0.03
-"""Seconds before the first step.  The first call comes at once where a process was started for it, and would wait for a graph that
-is being built: 17 ms of 8B (tests/gpu/REPORT.md)."""
+"""Seconds before the first step: the first call of a new process should not wait for a graph that is being built (17 ms for an 8B
+model; tests/gpu/REPORT.md)."""
 
-PAUSE = 1e-3
-"""Seconds between two steps: whoever calls meanwhile finds the interpreter's lock free."""
+PAUSE = 1e-3  # seconds between steps, so that callers get the interpreter's lock
 
 
 class Background:
-    """The steps of an iterator, taken in another thread, soon.  An error ends them: who needs what is missing meets it too.
-
-    The end of the process waits for that thread, and so does `stop`.
-    """
+    """Runs the steps of an iterator in another thread. An error ends them: callers who need the result will meet it too. `stop` and
+    the end of the process wait for the thread."""
 
     def __init__(self, steps: Iterator[None]) -> None:
         import threading  # few programs have so many graphs
@@ -82,7 +73,7 @@ class Background:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when no step runs any more; may be called twice, and by a step."""
+        """Returns when no step is running; may be called twice, and by a step."""
         self._stopped.set()
         if self._thread.ident != _thread.get_ident():
             self._thread.join()

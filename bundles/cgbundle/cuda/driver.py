@@ -1,7 +1,5 @@
-"""The CUDA driver: every call is checked, and the context is current only while it is needed.
-
-`cu` are its functions; whether there is a driver shows at the first call: `require` says so, importing this module does not.
-"""
+"""The CUDA driver `cu`, with checked calls, and contexts that are current only while needed. Importing this does not need a driver;
+`require` does."""
 
 from __future__ import annotations
 
@@ -18,12 +16,11 @@ if TYPE_CHECKING:
 
 cu: Any = libcuda.Driver()
 
-OUT_OF_MEMORY, ASSERT = 2, 710
-"""CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_ASSERT."""
+OUT_OF_MEMORY, ASSERT = 2, 710  # CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_ASSERT
 
 
 def require() -> None:
-    """Raises wrong-machine without a CUDA driver or a GPU, process-forked where a fork has lost it."""
+    """Raises wrong-machine without a CUDA driver or a GPU, process-forked after a fork."""
     FORKS.check_gpu()
     try:
         error = cu.cuInit(0)
@@ -34,10 +31,8 @@ def require() -> None:
 
 
 def check(call: str, result: int | tuple[Any, ...], detail: str = "") -> Any:
-    """What the driver call `call` returned beside its error: nothing, one value, or a tuple.
-
-    Raises driver-failed naming the call, the driver's error and `detail`; OutOfMemory for that error.
-    """
+    """The results of driver call `call` without its error: nothing, one value, or a tuple. Raises driver-failed with `detail`;
+    OutOfMemory."""
     error = result if isinstance(result, int) else result[0]
     if error:
         about = f" ({detail})" if detail else ""
@@ -54,7 +49,7 @@ def check(call: str, result: int | tuple[Any, ...], detail: str = "") -> Any:
 
 
 def call(name: str, *arguments: Any, detail: str = "") -> Any:
-    """What a function of the driver answers, checked: for calls of which not every microsecond counts."""
+    """Calls a driver function and checks it; not for the fast path."""
     return check(name, getattr(cu, name)(*arguments), detail)
 
 
@@ -68,22 +63,15 @@ def device_count() -> int:
 
 
 def driver_version() -> int:
-    """As the driver reports it: 13000 is 13.0."""
     return int(call("cuDriverGetVersion"))
 
 
 class Context:
-    """A share in the primary context of one GPU: torch, CuPy and the like in this process use the same one.
-
-    `with context:` makes it current in the calling thread and restores what was current before.  `stream` is a non-blocking
-    stream that lives as long; so do those of `lend`, which gives one that nobody else uses until it is given `back`.  Whoever hands
-    the context on takes a further share with `retain`; with the last share the driver's own count is released, and with it
-    everything left in the context unless another library uses it too.
-
-    In a forked process the driver does not work: there a context that was made before is `inherited`, and releases nothing.
-
-    Raises wrong-machine, driver-failed, process-forked.
-    """
+    """A share in the primary context of one GPU, which torch, CuPy and others use too. `with context:` makes it current and
+    restores the previous one. `stream` is a non-blocking stream; `lend` returns a further one, until it is given `back`. `retain`
+    takes another share. The last release releases the driver's own count, and with it everything in the context unless another
+    library uses it. In a forked process an older context is `inherited` and releases nothing. Raises wrong-machine, driver-failed,
+    process-forked."""
 
     __slots__ = ("_forks", "_lock", "_shares", "_spare", "_streams", "device", "handle", "index", "stream")
 
@@ -110,7 +98,6 @@ class Context:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked since."""
         return self._forks != FORKS.number
 
     def __enter__(self) -> Context:
@@ -139,7 +126,7 @@ class Context:
                 call("cuDevicePrimaryCtxRelease", self.device)
 
     def lend(self) -> Any:
-        """A non-blocking stream; the context must be current."""
+        """A non-blocking stream. Needs the current context."""
         with self._lock:
             if self._spare:
                 return self._spare.pop()
@@ -151,12 +138,10 @@ class Context:
             self._spare.append(stream)
 
     def attribute(self, number: int) -> int:
-        """A device attribute by its number in cuda.h."""
         return int(call("cuDeviceGetAttribute", number, self.device))
 
     @property
     def arch(self) -> str:
-        """The GPU's compute capability as in "sm_90"."""
         return f"sm_{self.attribute(libcuda.COMPUTE_CAPABILITY_MAJOR)}{self.attribute(libcuda.COMPUTE_CAPABILITY_MINOR)}"
 
     @property
@@ -165,8 +150,8 @@ class Context:
 
 
 class Relaxed:
-    """While it is held, this thread may allocate and free beside another one's capture of a graph.  Without it the driver forbids
-    that, and the capture is lost (cuThreadExchangeStreamCaptureMode)."""
+    """Allows this thread to allocate and free while another thread captures a graph, which would otherwise invalidate the capture
+    (cuThreadExchangeStreamCaptureMode)."""
 
     __slots__ = ("_before",)
 
@@ -178,6 +163,5 @@ class Relaxed:
 
 
 def free_bytes() -> int:
-    """Free bytes of the current context's GPU, as the driver counts them."""
     free, _ = call("cuMemGetInfo")
     return int(free)

@@ -1,10 +1,6 @@
-"""The rows of a table as one CUDA graph: one driver call per run, whatever the number of nodes.
-
-Conditional nodes are nodes of the driver's own, whose bodies are graphs that it makes.
-
-Output copy nodes stand behind all others, and each launch patches their destinations: setting one takes 1.6 us of the CPU, a copy
-by itself takes 6 (tests/gpu/REPORT.md).  They are switched off for launches without destinations, and cost the GPU nothing then.
-"""
+"""A table as one CUDA graph: one driver call per run. Conditional nodes are the driver's own. Output copy nodes come after all
+others, and each launch patches their destinations: 1.6 us of CPU time instead of 6 for a separate copy (tests/gpu/REPORT.md). They
+are disabled for launches without destinations."""
 
 from __future__ import annotations
 
@@ -27,22 +23,16 @@ from .libcuda import (
 from .modules import Modules
 from .structures import ConditionalNodeParams, EdgeData, KernelNodeParams, Memcpy3D, MemsetNodeParams
 
-PRIORITY = 8
-"""A launch attribute with a meaning beyond its value."""
-
+PRIORITY = 8  # a launch attribute with an effect beyond its value
 READERS = 6
-"""Kernels whose parameters are set for an input rather than the input copied: 0.8 us each against 6 (tests/gpu/REPORT.md)."""
+"""Limit of kernels whose parameters are set instead of copying an input: 0.8 us each against 6 (tests/gpu/REPORT.md)."""
 
-COPIES = 8
-"""Outputs of a program that are copied by nodes; of one with more, none is: each is a node to be switched."""
+COPIES = 8  # limit of outputs that are copied by nodes; with more outputs none is
 
 
 class GraphExecutor:
-    """A recording as one executable CUDA graph of the context.  Raises table-invalid, driver-failed, OutOfMemory.
-
-    `outputs`: what the launch of `copying` copies, (address, bytes).  `readers`: its kernels that are given addresses of memory
-    inputs, all of them, where they can be given others.
-    """
+    """A recording as an executable CUDA graph. `outputs`: (address, bytes) that the launch of `copying` copies. `readers`: all
+    kernels with addresses of memory inputs, if these can be changed. Raises table-invalid, driver-failed, OutOfMemory."""
 
     __slots__ = ("_build", "_context", "_copying", "_exec", "_graph", "_nodes", "_params", "readers")
 
@@ -81,7 +71,6 @@ class GraphExecutor:
             raise
 
     def launch(self, stream: Any) -> None:
-        """Runs the recording in the order of the stream; returns before it is done."""
         if self._copying is not False:
             self._switch(False)
         error = cu.cuGraphLaunch(self._exec, stream)
@@ -89,7 +78,6 @@ class GraphExecutor:
             check("cuGraphLaunch", error)
 
     def copying(self) -> CopyingLaunch | None:
-        """A launch that copies the outputs too; None where there is none."""
         executable, context, nodes = self._exec, self._context, list(zip(self._params, self._nodes, strict=True))
 
         def launch(targets: Sequence[int], stream: Any) -> bool:
@@ -111,9 +99,8 @@ class GraphExecutor:
         return launch if nodes else None
 
     def join(self, stream: Any) -> None:
-        """Adds the recording to the graph that is being captured on the stream, behind what is there: as a child graph, which one
-        with conditional nodes cannot be, or node by node.  (An executable graph cannot be launched into a capture:
-        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.)"""
+        """Adds the recording to the graph that is being captured on the stream: as a child graph, or node by node with conditional
+        nodes. (An executable graph cannot be launched into a capture: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.)"""
         graph, nodes = call("cuStreamGetCaptureInfo", stream)
         if self._build is not None:
             last = self._build.behind(graph, nodes)
@@ -127,15 +114,14 @@ class GraphExecutor:
         call("cuStreamUpdateCaptureDependencies", stream, last, SET_CAPTURE_DEPENDENCIES)
 
     def close(self) -> None:
-        """Destroys the graphs; a run in flight finishes first."""
+        """Destroys the graphs; the driver finishes a running launch first."""
         cu.cuGraphDestroy(self._graph)
         call("cuGraphExecDestroy", self._exec)
 
     def _add_copies(self, table: Table, nodes: Sequence[Any], outputs: Sequence[tuple[int, int]]) -> None:
-        """Each copies an output to itself until a launch names a destination.
-
-        To run behind the last nodes is enough, as for a copy that is captured behind a recording's last launch: a kernel that
-        begins before the one in front of it has ended must wait for that itself (PTX ISA, griddepcontrol)."""
+        """Each node copies an output to itself until a launch sets a destination. Dependencies on the last nodes suffice, as for a
+        copy captured after a recording's last launch: a kernel that starts before its predecessor has ended waits for it (PTX ISA,
+        griddepcontrol)."""
         followed = set(table.edge_source)
         last = [node for index, node in enumerate(nodes) if index not in followed]
         for address, size in outputs:
@@ -151,7 +137,6 @@ class GraphExecutor:
             self._nodes.append(node)
 
     def _without_copies(self) -> Any:
-        """A copy of the graph that lacks the output copy nodes; the caller's to destroy."""
         clone = call("cuGraphClone", self._graph)
         try:
             for node in self._nodes:
@@ -172,8 +157,6 @@ class GraphExecutor:
 
 
 class _Build:
-    """How a table's nodes and edges get into a graph."""
-
     __slots__ = ("_bases", "_context", "_fill", "_launches", "_rows", "_spans", "_table")
 
     def __init__(self, context: Context, table: Table, launches: Launches, bases: Sequence[int]) -> None:
@@ -181,7 +164,7 @@ class _Build:
         self._fill, self._rows, self._spans = _kernel_params(table, launches), list(rows(table)), table.spans()
 
     def into(self, graph: Any) -> list[Any]:
-        """Adds everything to a graph; returns the nodes, those of bodies too."""
+        """Adds everything to a graph; returns all nodes, with those of bodies."""
         table, nodes = self._table, list[Any]()
         graphs = [graph]  # and the bodies: a body's graph is made with the conditional node, which stands in an earlier one
         for number, (begin, end) in enumerate(self._spans):
@@ -200,7 +183,7 @@ class _Build:
         return nodes
 
     def readers(self, nodes: Sequence[Any], executable: Any) -> list[Reader]:
-        """Of the executable graph; none where a copy or a body takes part, whose parameters are not set here, or too many do."""
+        """Readers of the executable graph; none if a copy or a body uses inputs, or there are too many."""
         table, launches = self._table, self._launches
         if table.counts["conditionals"] or INPUTS in table.memcpy_memory.tolist():
             return []
@@ -217,7 +200,7 @@ class _Build:
         ]
 
     def behind(self, graph: Any, after: Sequence[Any]) -> list[Any]:
-        """Adds everything to a graph, behind the nodes `after`; returns the nodes that none of it waits for."""
+        """Adds everything after the nodes `after`; returns the nodes without successors."""
         nodes, main = self.into(graph), range(*self._spans[0])
         waiting, leading = set(self._table.edge_target), set(self._table.edge_source)
         pairs = [(source, nodes[index]) for source in after for index in main if index not in waiting]
@@ -248,13 +231,11 @@ class _Build:
         return node
 
     def _handle(self, graph: Any, row: int) -> Any:
-        """The handle of a conditional node that the graph will have, which its kernels are given."""
         handle = call("cuGraphConditionalHandleCreate", graph, self._context.handle, 0, 0, detail=self._table.where)
         self._launches.set_handle(row, int(handle))
         return handle
 
     def _conditional(self, graph: Any, row: int, handle: Any, position: int) -> tuple[Any, list[Any]]:
-        """The node, and the empty graphs of its bodies."""
         params, table = ConditionalNodeParams(type=NODE_TYPE_CONDITIONAL), self._table
         first, last = table.conditional_bounds[row : row + 2]
         params.conditional.handle, params.conditional.ctx = handle, self._context.handle
@@ -265,8 +246,8 @@ class _Build:
         return node, params.conditional.phGraph_out[: last - first]
 
     def _connect(self, graphs: Sequence[Any], nodes: Sequence[Any]) -> None:
-        """Adds the edges, in a call for each graph and kind of edge.  Where a call has edges of several kinds, the driver gives all
-        of them the kind of the first, and reports no error (CUDA 13.0; tests/gpu/REPORT.md)."""
+        """Adds the edges, one call for each graph and kind of edge: with several kinds the driver gives all edges the first kind,
+        without an error (CUDA 13.0; tests/gpu/REPORT.md)."""
         table = self._table
         edges: dict[tuple[int, int, int, int], tuple[list[Any], list[Any]]] = {}
         columns = (table.edge_source, table.edge_target, table.edge_from_port, table.edge_to_port, table.edge_type)
@@ -281,7 +262,6 @@ class _Build:
 
 
 def _setter(executable: Any, node: Any) -> Callable[[KernelNodeParams], None]:
-    """Sets the parameters of a kernel of an executable graph."""
 
     def set(params: KernelNodeParams) -> None:
         error = cu.cuGraphExecKernelNodeSetParams(executable, node, params)
@@ -292,7 +272,7 @@ def _setter(executable: Any, node: Any) -> Callable[[KernelNodeParams], None]:
 
 
 def _kernel_params(table: Table, launches: Launches) -> Callable[[int], Any]:
-    """Fills one parameter object for kernel after kernel: the driver copies it when a node is added."""
+    """Fills one parameter object for each kernel: the driver copies it."""
     params = KernelNodeParams()
     grids = list(zip(table.grid_x, table.grid_y, table.grid_z, strict=True))
     threads = list(zip(table.threads_x, table.threads_y, table.threads_z, strict=True))

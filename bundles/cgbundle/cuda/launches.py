@@ -1,4 +1,4 @@
-"""What both executors need of a table's rows: parameters as the driver takes them, at this process's addresses."""
+"""Parameters of a table's rows as the driver takes them, with this process's addresses, for both executors."""
 
 from __future__ import annotations
 
@@ -16,24 +16,19 @@ from .libcuda import MEMORY_TYPE_DEVICE
 from .modules import Modules
 from .structures import KernelNodeParams, LaunchAttributeValue, Memcpy3D
 
-MEMORY_SYNC_DOMAIN_MAP = 9
-"""A launch attribute whose values are bytes."""
-
+MEMORY_SYNC_DOMAIN_MAP = 9  # a launch attribute whose values are bytes
 INPUTS = MEMORIES.index("inputs")
 
 CopyingLaunch = Callable[[Sequence[int], Any], bool]
-"""Launches a recording, and copies each of its program's outputs to an address, in the order of the stream.  False where the driver
-takes no such address: nothing was launched then."""
+"""Launches a recording and copies each output to an address, in stream order. False, without a launch, if the driver refuses an
+address."""
 
 _WORD = Struct("<Q")
 
 
 class Launches:
-    """The kernels' functions, and parameter blocks that hold this process's addresses.
-
-    `params[row]` is the address of the array of pointers to the parameters of kernel `row`; it is valid while this object lives.
-    Bytes of undefined ranges are `poison`, or zero when that is None.
-    """
+    """The kernels' functions and parameter blocks. `params[row]`: address of the array of pointers to the parameters of kernel
+    `row`, valid while this object lives. Undefined bytes are `poison`, or zero for None."""
 
     __slots__ = ("_blocks", "_pointers", "_table", "functions", "params")
 
@@ -55,12 +50,10 @@ class Launches:
             self.functions.append(modules.function(image, symbol, params, settings))
 
     def block(self, row: int) -> bytes:
-        """The parameters of kernel `row`."""
         begin = self._table.block_offset[row]
         return self._blocks[begin : begin + self._table.block_size[row]].tobytes()
 
     def set_handle(self, number: int, handle: int) -> None:
-        """Writes the handle of conditional node `number` into the blocks of the kernels that set its condition."""
         table = self._table
         for kernel, at, conditional in zip(table.handle_kernel, table.handle_at, table.handle_conditional, strict=True):
             if conditional == number:
@@ -68,16 +61,13 @@ class Launches:
 
 
 class Reader:
-    """A kernel of an executable graph that is given addresses of memory inputs, with parameters of its own.
-
-    `words`: by offset in memory inputs, where such an address stands among the parameters.  `set` hands them to the driver: for
-    launches from then on, not for those that were made.
-    """
+    """A kernel of an executable graph with addresses of memory inputs, and its own parameters. `words`: parameters by offset in
+    memory inputs. `set` passes them to the driver, for later launches."""
 
     __slots__ = ("_block", "_pointers", "set", "words")
 
     def __init__(self, table: Table, row: int, launches: Launches, params: KernelNodeParams, set: Callable[[Any], None]) -> None:
-        """`params`: the kernel's, whose pointers become those of this object."""
+        """`params`: the kernel's pointers, which will point into this object."""
         self._block = (ctypes.c_ubyte * max(1, table.block_size[row])).from_buffer_copy(launches.block(row).ljust(1, b"\0"))
         start, function = ctypes.addressof(self._block), table.function[row]
         offsets = table.param_offset[slice(*table.param_bounds[function : function + 2])]
@@ -92,7 +82,7 @@ class Reader:
 
 
 def patch(table: Table, bases: Sequence[int], poison: int | None) -> array[int]:
-    """The table's parameter blocks with every relocated word the address of its target: `bases` are the memories' addresses."""
+    """The table's parameter blocks with addresses in relocated words; `bases`: addresses of the memories."""
     blocks, write = array("B", table.blocks.tobytes()), _WORD.pack_into
     limits = table.relocation_bounds.tolist()
     targets = list(zip(table.relocation_at, table.relocation_memory, table.relocation_offset, strict=True))
@@ -107,7 +97,6 @@ def patch(table: Table, bases: Sequence[int], poison: int | None) -> array[int]:
 
 
 def attributes(table: Table, row: int) -> list[tuple[int, LaunchAttributeValue]]:
-    """The launch attributes of kernel `row`: (number, value)."""
     values = []
     for index in range(*table.attribute_bounds[row : row + 2]):
         number = table.attribute_id[index]
@@ -119,7 +108,6 @@ def attributes(table: Table, row: int) -> list[tuple[int, LaunchAttributeValue]]
 
 
 def copy_params(table: Table, row: int, bases: Sequence[int]) -> Memcpy3D:
-    """Memcpy `row` as the driver takes it."""
     params = Memcpy3D()
     params.srcMemoryType = params.dstMemoryType = MEMORY_TYPE_DEVICE
     params.srcDevice = bases[table.memcpy_memory[2 * row]] + table.memcpy_offset[2 * row]
@@ -130,12 +118,12 @@ def copy_params(table: Table, row: int, bases: Sequence[int]) -> Memcpy3D:
 
 
 def memset_value(table: Table, row: int) -> int:
-    """The value's low bytes, as many as an element has: a recorded -1 may have four of them set for a single byte."""
+    """The low bytes of the value: a recorded -1 may have four bytes set for a one-byte element."""
     return int(table.memset_value[row] % (1 << 8 * table.memset_element[row]))
 
 
 def rows(table: Table) -> Iterator[tuple[int, int]]:
-    """(kind, row among those of its kind) of every node."""
+    """(kind, row within its kind) of every node."""
     counts = [0, 0, 0, 0, 0]
     for kind in table.kind:
         yield kind, counts[kind]

@@ -1,12 +1,7 @@
-"""The functions of the CUDA driver that the runtime needs, called in libcuda.so.1 itself; structures.py has what they point to.
-
-A binding of our own because cgbundle is to start fast and to need nothing: importing cuda-bindings takes 0.1 s.  Layouts, types and
-numbers are those of cuda.h; symbols are named with their versions, whose meaning no later driver changes.  They are looked up when
-first used, so that an old driver lacks only what it lacks.
-
-`Driver` has the functions under cuda.h's names: one that answers nothing returns its error, a number that is 0 where it succeeded;
-one that answers returns a tuple, the error first.  Handles and addresses are plain numbers; the interpreter's lock is let go.
-"""
+"""Bindings of the CUDA driver's functions in libcuda.so.1; structures.py has the structures. An own binding, because importing
+cuda-bindings takes 0.1 s. Layouts, types and numbers are those of cuda.h; symbols have versions, whose meaning does not change, and
+are looked up on first use. `Driver` has the functions by cuda.h's names: those without an answer return their error (0 for
+success), others a tuple of the error and the answers. Handles and addresses are integers; calls release the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -34,12 +29,11 @@ MEM_PINNED, MEM_DEVICE, MEM_FILE_DESCRIPTOR, MEM_ACCESS_READ_WRITE = 1, 1, 1, 3
 INVALID_VALUE, PEER_ENABLED_BEFORE = 1, 704
 
 _Pointer, _Size, _Int, _Unsigned, _Byte = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_ubyte
-_Address = ctypes.c_uint64
-"""What the driver writes a handle or an address to: unlike a pointer's, its value is a number also when it is 0."""
+_Address = ctypes.c_uint64  # receives a handle or an address: unlike a pointer, its value is an integer also for 0
 
 
 class _Out:
-    """A parameter that points to where the driver writes an answer."""
+    """A parameter that points to an answer."""
 
     def __init__(self, kind: type[Any]) -> None:
         self.kind = kind
@@ -131,7 +125,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuGraphUpload": ("cuGraphUpload", (_Pointer, _Pointer)),
     "cuGraphLaunch": ("cuGraphLaunch", (_Pointer, _Pointer)),
 }
-"""Of every function that is called as cuda.h declares it: its symbol, and its parameters; a structure by its name, as a pointer."""
+"""Functions as declared in cuda.h: symbol and parameters; a structure's name means a pointer to it."""
 
 ANSWERING = (
     "cuDeviceGetName",
@@ -140,19 +134,15 @@ ANSWERING = (
     "cuStreamGetCaptureInfo",
     "cuGraphAddChildGraphNode",
 )
-"""Of the others those that give more than their error."""
+"""Other functions that return more than their error."""
 
 
 def answers(name: str) -> bool:
-    """Whether a function gives more than its error."""
     return name in ANSWERING if name not in FUNCTIONS else any(isinstance(kind, _Out) for kind in FUNCTIONS[name][1])
 
 
 class Driver:
-    """The functions of FUNCTIONS, and below them those that take or give more than numbers.
-
-    Raises OSError at the first call where the library cannot be loaded, driver-too-old for a function that this driver lacks.
-    """
+    """The driver's functions. Raises OSError at the first call without the library, driver-too-old for a missing function."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS:
@@ -176,19 +166,18 @@ class Driver:
         return function
 
     def held(self, name: str) -> Callable[..., int]:
-        """A function of FUNCTIONS that gives its error alone, and keeps the interpreter's lock: for calls that return at once."""
+        """A function without answers that keeps the interpreter's lock, for calls that return at once."""
         symbol, parameters = FUNCTIONS[name]
         function = ctypes.PyDLL(LIBRARY)[symbol]
         function.argtypes = list(parameters)
         return function
 
     def cuDeviceGetName(self, size: int, device: int) -> tuple[int, bytes]:
-        """At most `size` bytes, with zeros behind the name."""
         text = ctypes.create_string_buffer(size)
         return self._function("cuDeviceGetName", (_Pointer, _Int, _Int))(text, size, device), text.raw
 
     def cuIpcOpenMemHandle(self, handle: bytes, flags: int) -> tuple[int, int]:
-        """Where memory of another process, whose handle has 64 bytes, lies in this one."""
+        """The address of another process's memory, by its handle of 64 bytes."""
         from .structures import IpcMemHandle
 
         address = _Address()
@@ -196,12 +185,12 @@ class Driver:
         return function(byref(address), IpcMemHandle.from_buffer_copy(handle), flags), address.value
 
     def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[int, int]:
-        """The mode that was before."""
+        """Returns the previous mode."""
         value = _Int(mode)
         return self._function("cuThreadExchangeStreamCaptureMode", (POINTER(_Int),))(value), value.value
 
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[int, int, list[int]]:
-        """The graph that is being captured on the stream, and the nodes that what comes next depends on."""
+        """The graph that is being captured on the stream, and the current dependencies."""
         status, number, graph, count = _Int(), ctypes.c_uint64(), _Address(), _Size()
         nodes, edges = POINTER(_Address)(), _Pointer()
         places = [byref(answer) for answer in (status, number, graph, nodes, edges, count)]
@@ -209,12 +198,11 @@ class Driver:
         return error, graph.value, nodes[: count.value] if count.value else []
 
     def cuStreamUpdateCaptureDependencies(self, stream: int, nodes: Sequence[int], flags: int) -> int:
-        """Puts `nodes` in the place of what the next operation on the stream depends on."""
+        """Replaces the dependencies of the next operation."""
         function = self._function("cuStreamUpdateCaptureDependencies", (_Pointer, _Pointer, _Size, _Unsigned))
         return int(function(stream, _handles(nodes), len(nodes), flags))
 
     def cuGraphAddChildGraphNode(self, graph: int, after: Sequence[int], child: int) -> tuple[int, int]:
-        """The new node, behind the nodes `after`."""
         node = _Address()
         function = self._function("cuGraphAddChildGraphNode", (_Pointer, _Pointer, _Pointer, _Size, _Pointer))
         return function(byref(node), graph, _handles(after), len(after), child), node.value
@@ -222,7 +210,7 @@ class Driver:
     def cuGraphAddDependencies(
         self, graph: int, sources: Sequence[int], targets: Sequence[int], data: Sequence[EdgeData] | None
     ) -> int:
-        """An edge from each source to the target at its place; without `data`, which an old driver does not know, plain ones."""
+        """Adds edges; old drivers do not know `data`."""
         ends, count = (_handles(sources), _handles(targets)), len(sources)
         if data is None:
             function = self._function("cuGraphAddDependencies", (_Pointer, _Pointer, _Pointer, _Size))
@@ -232,7 +220,6 @@ class Driver:
 
 
 def _declared(kind: Any) -> Any:
-    """The type of a parameter for ctypes."""
     if isinstance(kind, str):
         from . import structures  # none is passed before there is a context
 
@@ -250,7 +237,7 @@ def _handles(values: Sequence[int]) -> ctypes.Array[Any]:
 
 
 def _answering(function: Any, parameters: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
-    """`function` without the parameters that point to answers; it gives its error and the answers."""
+    """`function` without its output parameters; returns the error and the answers."""
     kinds: list[Any] = [parameter.kind if isinstance(parameter, _Out) else None for parameter in parameters]
 
     def call(*arguments: Any) -> tuple[Any, ...]:

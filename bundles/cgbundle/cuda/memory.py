@@ -1,4 +1,4 @@
-"""Memory on the GPU, an allocation for each of a session's memories and for outputs; one pinned buffer of the host."""
+"""Allocations for a session's memories and outputs on the GPU, and one pinned host buffer."""
 
 from __future__ import annotations
 
@@ -14,24 +14,18 @@ from ..format.schema import MEMORIES, STATE
 from .driver import Context, call, check, cu, free_bytes
 from .libcuda import STREAM_NON_BLOCKING
 
-SMALLEST = 256
-"""Bytes allocated for an empty memory, so that its address is one: a zero-size tensor may be passed to a kernel."""
-
+SMALLEST = 256  # bytes allocated for an empty memory, whose address may be a kernel's argument
 FILLED = (STATE, "inputs")
-"""Memories that start as zeros: `state` by definition, `inputs` so that padding never holds another process's data."""
+"""Memories that start as zeros: `state` by definition, `inputs` so that padding never has another process's data."""
 
-WEIGHTS, PEER = "weights", "peer"
-"""The memory that all sessions share, and the one that all ranks do."""
-
-HOST = "host"
-"""The memory that is pinned and the host's: what crosses between host and graph steps lies there on the host's side."""
+WEIGHTS, PEER = "weights", "peer"  # shared by all sessions, shared by all ranks
+HOST = "host"  # the pinned host memory for values that cross between host and graph steps
 
 
 class Memories:
-    """A session's memories on the current context's GPU.  `bases` holds their addresses in the order of MEMORIES, 0 where there
-    is none and for memory `host`, to which no graph refers; that one's address is `host`.  `sizes` are those of all but the `lent`
-    ones, weights and peer, whose addresses these are; `cleanup` frees the others.  Raises OutOfMemory with the needed and free
-    bytes."""
+    """A session's memories on the current context's GPU. `bases`: addresses in the order of MEMORIES, 0 for missing ones and for
+    memory `host`, whose address is `host`. `lent`: addresses of weights and peer, which belong to others. `cleanup` frees the rest.
+    Raises OutOfMemory with the needed and free bytes."""
 
     __slots__ = ("bases", "host", "sizes")
 
@@ -55,17 +49,14 @@ class Memories:
             cleanup.callback(call, "cuMemFreeHost", self.host)
 
     def address(self, memory: str, offset: int) -> int:
-        """Where byte `offset` of a memory lies: on the GPU, or for memory `host` on the host."""
         return (self.host if memory == HOST else self.bases[MEMORIES.index(memory)]) + offset
 
     def range(self, memory: str) -> tuple[int, int]:
-        """Where a memory of the GPU begins and ends."""
         begin = self.bases[MEMORIES.index(memory)]
         return begin, begin + self.sizes.get(memory, 0)
 
     def poison(self, byte: int, stream: Any, spared: Sequence[tuple[int, int]] = ()) -> None:
-        """Overwrites what no replay may rely on, the arena and memory `host`, with `byte`, in the order of the stream.  `spared`
-        are parts of the arena, (begin, end), that are left as they are."""
+        """Fills the arena and memory `host` with `byte`, in stream order, except the (begin, end) ranges `spared` of the arena."""
         begin = 0
         for start, end in (*sorted(spared), (self.sizes.get("arena", 0),) * 2):
             fill(self.address("arena", begin), max(0, start - begin), byte, stream)
@@ -76,7 +67,6 @@ class Memories:
 
 
 def allocate(size: int, what: str) -> int:
-    """The address of `size` new bytes.  Raises OutOfMemory naming `what`."""
     try:
         return int(call("cuMemAlloc", size, detail=what))
     except OutOfMemory:
@@ -84,7 +74,7 @@ def allocate(size: int, what: str) -> int:
 
 
 def allocate_pinned(size: int, what: str) -> int:
-    """The address of `size` new bytes of pinned host memory.  Raises OutOfMemory naming `what`."""
+    """Pinned host memory. Raises OutOfMemory with `what`."""
     try:
         return int(call("cuMemHostAlloc", size, 0, detail=what))
     except OutOfMemory:
@@ -93,14 +83,13 @@ def allocate_pinned(size: int, what: str) -> int:
 
 
 def fill(address: int, size: int, byte: int, stream: Any) -> None:
-    """Sets `size` bytes, in the order of the stream."""
     if size:
         check("cuMemsetD8Async", cu.cuMemsetD8Async(address, byte, size, stream))
 
 
 def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: bool = True, source_on_device: bool = True) -> None:
-    """Copies `size` bytes in the stream's order.  From pageable host memory they have been read when this returns.  On the host
-    they are there when the stream has been synchronized; pinned memory must stay untouched until then, whichever way."""
+    """Copies in stream order. Pageable sources have been read on return. Host targets are complete after the stream is
+    synchronized; pinned memory must not change until then."""
     if not size:
         return
     if target_on_device and source_on_device:
@@ -114,8 +103,8 @@ def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: 
 
 
 class Output:
-    """`bytes` bytes of GPU memory from the driver's pool, for one output of a call; it outlives the program.  `free`, or the end of
-    this object, returns it in the order of its stream, which must still exist.  The context must be current when it is made."""
+    """GPU memory from the driver's pool for one output, which outlives the program. `free`, or the end of this object, returns it
+    in the order of its stream, which must still exist. Needs the current context."""
 
     __slots__ = ("_context", "_stream", "address", "bytes")
 
@@ -130,7 +119,6 @@ class Output:
         self._context = context
 
     def free(self) -> None:
-        """Gives the memory back, and its share in the context; may be called twice."""
         context, self._context = self._context, None
         if context is None or context.inherited:
             return
@@ -150,13 +138,11 @@ class Output:
 
 # --- staging memory: pinned memory of the host that copies pass through ---------------------------------------------
 
-HUGE = 2 << 20
-"""Bytes of a huge page."""
+HUGE = 2 << 20  # bytes of a huge page
 
 
 class Slot(NamedTuple):
-    """A part of the staging memory, its address, and the stream that alone reads it: to wait for the stream is to wait for the
-    slot."""
+    """A part of the staging memory, and the only stream that reads it."""
 
     view: memoryview
     address: int
@@ -164,7 +150,7 @@ class Slot(NamedTuple):
 
 
 def staging(size: int, cleanup: ExitStack, *, pages: bool) -> memoryview:
-    """Memory for slots, from a huge page on; with `pages` in huge pages, where the system has them.  `cleanup` keeps it."""
+    """Memory for slots, aligned to a huge page; `pages`: in huge pages if possible. `cleanup` keeps it alive."""
     memory = huge_pages(size + HUGE) if pages else mmap(-1, size + HUGE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     begin = -_host_address(memoryview(memory)) % HUGE
     cleanup.callback(lambda memory: None, memory)
@@ -172,7 +158,7 @@ def staging(size: int, cleanup: ExitStack, *, pages: bool) -> memoryview:
 
 
 def huge_pages(size: int) -> mmap:
-    """Memory that the system gives when it is first used, in huge pages where it has them."""
+    """Memory that is allocated on first use, in huge pages if possible."""
     memory = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     with suppress(OSError):  # a system that knows none
         memory.madvise(MADV_HUGEPAGE)
@@ -180,13 +166,13 @@ def huge_pages(size: int) -> mmap:
 
 
 def pin(memory: memoryview, cleanup: ExitStack) -> None:
-    """What cannot be pinned works as it is, only slower."""
+    """Memory that cannot be pinned is used as it is, more slowly."""
     if not cu.cuMemHostRegister(address := _host_address(memory), len(memory), 0):
         cleanup.callback(cu.cuMemHostUnregister, address)
 
 
 def new_slot(view: memoryview, cleanup: ExitStack) -> Slot:
-    """With a stream, which `cleanup` waits for before the memory goes, also when a read failed."""
+    """`cleanup` waits for its stream before the memory is freed."""
     stream = call("cuStreamCreate", STREAM_NON_BLOCKING)
     cleanup.callback(cu.cuStreamDestroy, stream)
     cleanup.callback(cu.cuStreamSynchronize, stream)

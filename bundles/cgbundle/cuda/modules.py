@@ -1,4 +1,4 @@
-"""Kernel images on the GPU: each loaded once, its functions found by symbol, its data symbols set as they were when recorded."""
+"""Kernel images on the GPU, each loaded once, with data symbols set to their recorded contents."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from ..format.archive import Archive
 from ..format.file_names import KERNELS, kernel_images
 from ..format.schema import MEMORIES
 from ..format.spans import graph_memories
-from ..validate.elf import check_elf
+from ..validate.contents import check_elf
 from .driver import call, cu
 
 if TYPE_CHECKING:
     from ..tables.module_state import ModuleState
 
-GROWING = (8, 14)
-"""Function attributes of which the largest value serves all recordings: dynamic shared memory, non-portable cluster size."""
+GROWING = (8, 14)  # function attributes whose largest value serves all: dynamic shared memory, non-portable cluster size
 
 
 class Addresses(Protocol):
@@ -26,11 +25,9 @@ class Addresses(Protocol):
 
 
 class Modules:
-    """The images of a bundle, named by SHA-256, loaded into the current context on first use.
-
-    Those with `states`, variables that kernels may write, are loaded here, with `memories` for what the variables point to; of all
-    others the functions are those of `common`, where it is given.  Raises file-damaged, table-invalid, driver-failed, OutOfMemory.
-    """
+    """A bundle's images by SHA-256, loaded on first use; those with `states` (variables that kernels may write) now, with
+    `memories` for their pointers. Functions of other images come from `common`, if given. Raises file-damaged, table-invalid,
+    driver-failed, OutOfMemory."""
 
     __slots__ = ("_bundle", "_common", "_functions", "_memories", "_modules", "_settings", "_states")
 
@@ -50,7 +47,7 @@ class Modules:
         self._settings: dict[tuple[str, str, int], int] = {}
 
     def function(self, image: str, symbol: str, params: Sequence[tuple[int, int]], settings: Iterable[tuple[int, int]]) -> Any:
-        """The CUfunction, its attributes set to `settings`; `params` must be the (offset, size) of its parameters."""
+        """The CUfunction with its attributes set to `settings`. `params`: (offset, size) that it must have."""
         if self._common is not None and image not in self._states:
             return self._common.function(image, symbol, params, settings)
         function = self._functions.get((image, symbol))
@@ -64,7 +61,6 @@ class Modules:
         return function
 
     def close(self) -> None:
-        """Unloads every module, the others too when one fails."""
         with ExitStack() as closing:
             for module in self._modules.values():
                 closing.callback(call, "cuModuleUnload", module)
@@ -108,7 +104,6 @@ class Modules:
 
 
 def states(bundle: Archive) -> tuple[ModuleState, ...]:
-    """What the bundle's images hold in their data symbols.  Raises table-invalid."""
     manifest, name = bundle.manifest, bundle.manifest.module_state
     if not name:
         return ()
@@ -121,7 +116,7 @@ def states(bundle: Archive) -> tuple[ModuleState, ...]:
 
 
 def _check_params(function: Any, image: str, symbol: str, params: Sequence[tuple[int, int]]) -> None:
-    """The driver reads as many parameters as the image declares: fewer in the table would be read past their end."""
+    """The driver reads the image's parameters: with fewer in the table it would read out of bounds."""
     taken: list[tuple[int, int]] = []
     while not (answer := cu.cuFuncGetParamInfo(function, len(taken)))[0]:
         taken.append((int(answer[1]), int(answer[2])))

@@ -1,8 +1,5 @@
-"""The rows of a table launched one by one on a stream: the debugger, the profiler's baseline and the oracle of the tests.
-
-Running them strictly one after the other is right: a programmatic edge only lets a kernel start early.  A branch or a loop asks
-the device: where a graph has a kernel that sets a condition, the condition is copied to the host, which waits for it.
-"""
+"""Launches a table row by row on a stream, for debugging, profiling baselines and tests. Sequential order is correct: a
+programmatic edge only allows an earlier start. Before a branch or loop the condition's byte is copied to the host, which waits."""
 
 from __future__ import annotations
 
@@ -17,12 +14,11 @@ from .launches import Launches, Reader, attributes, copy_params, describe, memse
 from .modules import Modules
 from .structures import LaunchAttribute, LaunchConfig
 
-Step = Callable[[Any], None]
-"""Enqueues a row on a stream."""
+Step = Callable[[Any], None]  # enqueues a row on a stream
 
 
 class StreamExecutor:
-    """A recording launched row by row.  Raises table-invalid, driver-failed, OutOfMemory."""
+    """A recording launched row by row. Raises table-invalid, driver-failed, OutOfMemory."""
 
     __slots__ = ("_launches", "_steps", "_where")
 
@@ -56,15 +52,15 @@ class StreamExecutor:
         self._steps = graphs[0]
 
     def launch(self, stream: Any) -> None:
-        """Runs the recording in the order of the stream; returns before it is done, but not before its last condition is known."""
+        """Asynchronous, but returns after the last condition is known."""
         for step in self._steps:
             step(stream)
 
     def copying(self) -> None:
-        """None: what serves launches graphs."""
+        """None: only graphs have it."""
 
     def join(self, stream: Any) -> None:
-        """Launches on a stream that is being captured are captured.  Raises capture-refused where the device has to be asked."""
+        """Launches into a capture. Raises capture-refused for conditions."""
         if self._where:
             raise CallError(
                 "capture-refused",
@@ -74,12 +70,10 @@ class StreamExecutor:
         self.launch(stream)
 
     def close(self) -> None:
-        """Drops the parameter blocks."""
         self._steps = []
 
 
 def _condition_step(table: Table, row: int, bases: Sequence[int], conditions: list[int], number: int) -> Step:
-    """Where a graph sets a condition, the byte that it depends on is copied to the host."""
     first = table.relocation_bounds[row]
     address = bases[table.relocation_memory[first]] + table.relocation_offset[first]
     byte = ctypes.c_uint8()
@@ -93,7 +87,7 @@ def _condition_step(table: Table, row: int, bases: Sequence[int], conditions: li
 
 
 def _conditional_step(bodies: Sequence[list[Step]], kind: int, conditions: list[int], number: int) -> Step:
-    """The steps of each body are put in when all are known."""
+    """The steps of each body are inserted later."""
 
     def step(stream: Any) -> None:
         chosen = int(not conditions[number]) if kind == IF else conditions[number]

@@ -1,8 +1,6 @@
-"""The order of calls that share one arena but come on different streams, and calls that join a caller's stream capture.
-
-A stream that is being captured must not wait for an event of outside (CUDA_ERROR_STREAM_CAPTURE_ISOLATION), and whoever waits for
-one of inside joins the capture.  So calls inside, which the caller launches later, take no part in the order at all.
-"""
+"""Orders calls on different streams that share one arena, and calls inside a caller's capture. A captured stream must not wait for
+an outside event (CUDA_ERROR_STREAM_CAPTURE_ISOLATION), and waiting for an inside event joins the capture: captured calls, which the
+caller launches later, are not ordered."""
 
 from __future__ import annotations
 
@@ -13,25 +11,17 @@ from ..errors import CallError
 from .driver import call, check, cu
 from .libcuda import EVENT_DISABLE_TIMING
 
-LASTING = (0, 1)
-"""Handles of the legacy default stream, which no one can destroy, nor capture: NULL and CU_STREAM_LEGACY."""
-
-PER_THREAD = 2
-"""CU_STREAM_PER_THREAD: one handle, and another stream in every thread."""
-
-NONE = -1
-"""No stream's handle."""
+LASTING = (0, 1)  # the legacy default stream (NULL, CU_STREAM_LEGACY), never destroyed or captured
+PER_THREAD = 2  # CU_STREAM_PER_THREAD: one handle, a different stream in each thread
+NONE = -1  # no stream's handle
 
 
 class StreamOrder:
-    """Puts the work of every `begin` ... `end` behind that of the one before, whatever their streams.
-
-    The end of the work is marked when another stream comes, if the last one is sure to exist then; else at every `end`.  Sure are
-    ours and the legacy default stream, which is torch's.  Where an interrupt left an `end` out, the whole GPU is waited for.
-    `last` is the stream of the call before, where that lasts: whoever comes on it again needs neither `begin` nor `end`.
-    `captured`: the call that was begun last is part of a caller's capture.  `default` is the stream of callers who name none.
-    `refusal` says why no call can be captured, "" where it can.  The context must be current; `cleanup` gives the event back.
-    """
+    """Orders the work of each `begin` ... `end` after the previous one. The end is marked with an event when another stream comes,
+    if the last stream surely exists then (ours, or the legacy default stream), else at every `end`. After an interrupted `end` it
+    waits for the whole GPU. `last`: the previous call's lasting stream, on which calls need neither `begin` nor `end`. `captured`:
+    the latest call is part of a capture. `default`: the stream of callers without one. `refusal`: why no call can be captured, or
+    "". Needs the current context; `cleanup` destroys the event."""
 
     __slots__ = ("_default_key", "_done", "_handle", "_lasting", "_passing", "_refusal", "_unmarked", "captured", "default", "last")
 
@@ -46,7 +36,7 @@ class StreamOrder:
         self.captured = False
 
     def begin(self, stream: int | None) -> Any:
-        """The stream's handle; what is enqueued on it now runs after the work before the last `end`.  Raises capture-refused."""
+        """The stream's handle; later work on it runs after the previous `end`. Raises capture-refused."""
         key = self._default_key if stream is None else stream
         if key == self.last:
             return self._handle
@@ -58,7 +48,7 @@ class StreamOrder:
         return self._changed(key, self.default if stream is None else stream)
 
     def end(self, handle: Any) -> None:
-        """Marks the end of the work.  A caller's stream is marked now, because it may be gone by the next call."""
+        """Marks the end of the work now if the caller's stream may be gone by the next call."""
         if not self._lasting and not self.captured:
             error = cu.cuEventRecord(self._done, handle)
             if error:
@@ -66,7 +56,7 @@ class StreamOrder:
             self._unmarked = False
 
     def wait(self) -> None:
-        """Waits for the work before the last `end`, as far as the driver still can: what went wrong was reported or shows later."""
+        """Waits for the work before the last `end`, ignoring errors, which show elsewhere."""
         if self._unmarked:
             cu.cuCtxSynchronize()
         if self._lasting:
@@ -74,7 +64,6 @@ class StreamOrder:
         cu.cuEventSynchronize(self._done)
 
     def capturing(self, handle: Any) -> bool:
-        """Whether the stream of a call is being captured."""
         lasts = int(handle) == self._default_key or int(handle) in LASTING
         return not lasts and bool(call("cuStreamIsCapturing", handle))
 

@@ -15,9 +15,7 @@ class IpcMemHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * 64),)
 
 
-class KernelNodeParams(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2."""
-
+class KernelNodeParams(ctypes.Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
     _fields_ = (
         ("func", _Pointer), ("gridDimX", _Unsigned), ("gridDimY", _Unsigned), ("gridDimZ", _Unsigned),
         ("blockDimX", _Unsigned), ("blockDimY", _Unsigned), ("blockDimZ", _Unsigned), ("sharedMemBytes", _Unsigned),
@@ -25,17 +23,13 @@ class KernelNodeParams(ctypes.Structure):
     )  # fmt: skip
 
 
-class MemsetNodeParams(ctypes.Structure):
-    """CUDA_MEMSET_NODE_PARAMS_v1."""
-
+class MemsetNodeParams(ctypes.Structure):  # CUDA_MEMSET_NODE_PARAMS_v1
     _fields_ = (
         ("dst", _Address), ("pitch", _Size), ("value", _Unsigned), ("elementSize", _Unsigned), ("width", _Size), ("height", _Size),
     )  # fmt: skip
 
 
-class Memcpy3D(ctypes.Structure):
-    """CUDA_MEMCPY3D_v2."""
-
+class Memcpy3D(ctypes.Structure):  # CUDA_MEMCPY3D_v2
     _fields_ = (
         ("srcXInBytes", _Size), ("srcY", _Size), ("srcZ", _Size), ("srcLOD", _Size), ("srcMemoryType", _Int),
         ("srcHost", _Pointer), ("srcDevice", _Address), ("srcArray", _Pointer), ("reserved0", _Pointer),
@@ -48,20 +42,16 @@ class Memcpy3D(ctypes.Structure):
 
 
 class LaunchAttributeValue(ctypes.Union):
-    """CUlaunchAttributeValue, which is CUkernelNodeAttrValue too: its members are one to three words, or a pair of bytes."""
+    """CUlaunchAttributeValue, also CUkernelNodeAttrValue: one to three words, or a pair of bytes."""
 
     _fields_ = (("pad", _Byte * 64), ("_aligned", ctypes.c_uint64))
 
 
-class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
+class LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute
     _fields_ = (("id", _Int), ("pad", _Byte * 4), ("value", LaunchAttributeValue))
 
 
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
-
+class LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     _fields_ = (
         ("gridDimX", _Unsigned), ("gridDimY", _Unsigned), ("gridDimZ", _Unsigned),
         ("blockDimX", _Unsigned), ("blockDimY", _Unsigned), ("blockDimZ", _Unsigned), ("sharedMemBytes", _Unsigned),
@@ -69,9 +59,7 @@ class LaunchConfig(ctypes.Structure):
     )  # fmt: skip
 
 
-class EdgeData(ctypes.Structure):
-    """CUgraphEdgeData."""
-
+class EdgeData(ctypes.Structure):  # CUgraphEdgeData
     _fields_ = (("from_port", _Byte), ("to_port", _Byte), ("type", _Byte), ("reserved", _Byte * 5))
 
 
@@ -92,22 +80,16 @@ class ConditionalNodeParams(ctypes.Structure):
     )  # fmt: skip
 
 
-class MemLocation(ctypes.Structure):
-    """CUmemLocation."""
-
+class MemLocation(ctypes.Structure):  # CUmemLocation
     _fields_ = (("type", _Int), ("id", _Int))
 
 
-class AllocationProp(ctypes.Structure):
-    """CUmemAllocationProp."""
-
+class AllocationProp(ctypes.Structure):  # CUmemAllocationProp
     _fields_ = (
         ("type", _Int), ("requestedHandleTypes", _Int), ("location", MemLocation), ("win32HandleMetaData", _Pointer),
         ("allocFlags", _Byte * 8),
     )  # fmt: skip
 
 
-class AccessDesc(ctypes.Structure):
-    """CUmemAccessDesc."""
-
+class AccessDesc(ctypes.Structure):  # CUmemAccessDesc
     _fields_ = (("location", MemLocation), ("flags", _Int))

@@ -1,3 +1,1 @@
-"""The bundle on disk: manifest rows, their JSON, files and hashes, safetensors, size expressions, pytrees.
-Reads and writes; what must hold is checked in validate/.
-"""
+"""The bundle on disk: manifest records, their JSON, files and hashes, safetensors, sizes, pytrees. `validate/` has the checks."""

@@ -1,7 +1,4 @@
-"""Reading a bundle from disk: a directory with a manifest that names every other file, its length and its SHA-256.
-
-What was checked is what is used, whatever happens to the path: an `Archive` opens the directory, and each file once.
-"""
+"""Reads a bundle from disk: a directory with a manifest that names every other file, its length and its SHA-256."""
 
 from __future__ import annotations
 
@@ -20,22 +17,17 @@ from .schema import File, Manifest
 
 
 class Archive:
-    """The bundle at `path`, opened.
-
-    The directory and its files are opened once and belong to this object.  What is held (`data`) or mapped stays as it was
-    checked, also when the bundle is replaced or removed.  With `copy_weights` the weights are copied to memory of this process at
-    their first use, so that not even a write into their file is seen.  Closed by `close` or when it is forgotten.
-
-    Raises bundle-missing and not-a-bundle; manifest-invalid for a manifest that is larger than the limit.
-    """
+    """The opened bundle at `path`. Its directory and each file are opened once, so that the bytes used are the bytes checked, even
+    if the bundle is replaced or removed. `copy_weights`: weights are copied into memory of this process at their first use. Raises
+    bundle-missing, not-a-bundle; manifest-invalid for a manifest above the size limit."""
 
     def __init__(self, path: str, *, copy_weights: bool = False, outer: Archive | None = None) -> None:
-        """`outer`: the bundle in which this one is of another rank; kernel images that it has are read there."""
+        """`outer`: the bundle of rank 0, if this is another rank's. Kernel images that it has are read there."""
         self.path, self._copy_weights, self._outer = path, copy_weights, outer
         self._variant = 0
         self._folders: dict[str, int] = {}
         self._files: dict[str, int] = {}
-        self._held: dict[str, bytes] = {}
+        self._contents: dict[str, bytes] = {}
         self._changed: dict[str, int] = {}
         self._reading = threading.RLock()  # a bundle that is loaded on several devices is read by a thread for each
         self._variants: manifest_json.Variants | None = None
@@ -45,28 +37,26 @@ class Archive:
 
     @property
     def variants(self) -> manifest_json.Variants:
-        """The manifests of all variants, their hash checked.  Raises format-unsupported, manifest-invalid."""
+        """The manifests of all variants, their hash checked. Raises format-unsupported, manifest-invalid."""
         if self._variants is None:
             self._variants = manifest_json.Variants(self.text)
         return self._variants
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest, or that of the variant that `choose` chose, at first number 0; its types and its own hash are checked.
-        Raises format-unsupported, manifest-invalid."""
+        """The manifest of the variant that `choose` selected (default: the first). Raises format-unsupported, manifest-invalid."""
         if self._manifest is None:
             self._manifest = self.variants.manifest(self._variant)
         return self._manifest
 
     def choose(self, variant: int) -> None:
-        """Makes `manifest` that of number `variant` of the variants."""
         if variant != self._variant:
             self._variant, self._manifest = variant, None
 
     def reopen(self) -> None:
-        """Begins anew with what the path names now.  Raises as the constructor."""
+        """Opens again what is at the path now. Raises as the constructor."""
         self.close()
-        self._held.clear()
+        self._contents.clear()
         self._variant, self._variants, self._manifest = 0, None, None
         while True:
             self._folders[""] = open_directory(self.path)
@@ -79,7 +69,7 @@ class Archive:
                 self.close()
 
     def is_replaced(self) -> bool:
-        """Whether the path names another directory by now, or none."""
+        """Whether the path no longer names the directory that was opened."""
         try:
             now, then = os.stat(self.path), os.fstat(self._folders[""])
         except OSError:
@@ -87,18 +77,17 @@ class Archive:
         return (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino)
 
     def check_size(self, file: File) -> None:
-        """Raises file-damaged unless the file is there, a plain one, and has its length."""
-        if self._is_outer(file):
-            return
-        size = os.fstat(self.descriptor(file.path)).st_size
-        self.drop(file.path)
-        if size != file.bytes:
-            raise BundleError("file-damaged", f"{file.path}: {size} bytes, expected {file.bytes}")
+        """Raises file-damaged unless the file exists, is a plain file, and has its length."""
+        if not self._is_outer(file):
+            size = os.fstat(self.descriptor(file.path)).st_size
+            self.drop(file.path)
+            if size != file.bytes:
+                raise BundleError("file-damaged", f"{file.path}: {size} bytes, expected {file.bytes}")
 
     def check_hash(self, file: File) -> None:
-        """Raises file-damaged unless the file's SHA-256 is the manifest's.  What is used as a whole is held from then on."""
+        """Raises file-damaged for another SHA-256 than the manifest's. Keeps the contents of files that are used as a whole."""
         if file.path.startswith((GRAPHS, KERNELS, HOST)):
-            self._held[file.path] = self.contents(file)
+            self._contents[file.path] = self.contents(file)
         else:
             digest = hashlib.sha256()
             for piece in pieces(self.descriptor(file.path), file.path, file.bytes):
@@ -107,14 +96,14 @@ class Archive:
             _check_digest(file, digest.hexdigest())
 
     def data(self, name: str) -> bytes:
-        """The contents of a file, its hash checked.  Raises file-damaged."""
-        content = self._held.get(name)
+        """The contents of a file, hash checked, read once. Raises file-damaged."""
+        content = self._contents.get(name)
         if content is None:
-            content = self._held[name] = self.contents(self._row(name))
+            content = self._contents[name] = self.contents(self._row(name))
         return content
 
     def contents(self, file: File) -> bytes:
-        """The contents of a file, read now, its hash checked.  Raises file-damaged."""
+        """Reads a file and checks its hash. Raises file-damaged."""
         if self._is_outer(file):
             assert self._outer is not None
             return self._outer.data(file.path)
@@ -133,12 +122,12 @@ class Archive:
             return read_header(file, name)
 
     def mapped(self, name: str, *, writable: bool = False) -> Mapped:
-        """A safetensors file, mapped; the mapping outlives this object.  Raises file-damaged, weights-invalid."""
+        """A mapped safetensors file; the mapping outlives this object. Raises file-damaged, weights-invalid."""
         with self._reading:
             return Mapped(self.descriptor(name), name, writable=writable)
 
     def descriptor(self, name: str) -> int:
-        """The open file, opened at its first use, for reads at offsets; it is closed by `close`.  Raises file-damaged."""
+        """The open file, opened at its first use, for reads at offsets. Raises file-damaged."""
         with self._reading:
             fd = self._files.get(name)
             if fd is None:
@@ -153,7 +142,7 @@ class Archive:
             return fd
 
     def folder(self, name: str) -> int:
-        """A folder of the bundle, opened at its first use, "" for the bundle's own.  Raises file-damaged."""
+        """A folder of the bundle, opened at its first use; "" is the bundle itself. Raises file-damaged."""
         fd = self._folders.get(name)
         if fd is None:
             parent, _, last = name.rpartition("/")
@@ -161,7 +150,7 @@ class Archive:
         return fd
 
     def drop(self, name: str) -> None:
-        """Closes an open file that is not read again: a bundle may have more files than a process may open."""
+        """Closes a file that is not read again: a bundle may have more files than a process may open."""
         if name not in (WEIGHTS, TABLES, SELF_TEST):
             os.close(self._files.pop(name))
 
@@ -170,14 +159,13 @@ class Archive:
         return KeptFile(self.descriptor(name))
 
     def check_unchanged(self) -> None:
-        """Raises file-damaged where an open file was written to since it was opened."""
         for name, descriptor in self._files.items():
             if os.fstat(descriptor).st_mtime_ns != self._changed[name]:
                 raise BundleError("file-damaged", f"{name}: was written to while the bundle was loaded", "load it again")
 
     def rank(self, number: int) -> Archive:
-        """The bundle of another rank of a model over several devices, in this one's directory.  Raises file-damaged unless it is
-        the one that this manifest names."""
+        """The bundle of another rank, inside this one. Raises file-damaged if its manifest is not the one that this manifest
+        lists."""
         folder = rank_folder(number)
         try:
             archive = Archive(os.path.join(self.path, folder), copy_weights=self._copy_weights, outer=self)
@@ -191,12 +179,9 @@ class Archive:
         return archive
 
     def close(self) -> None:
-        """Closes every descriptor; what is held or mapped stays."""
         for opened in (self._files, self._folders):
             while opened:
                 os.close(opened.popitem()[1])
-
-    # --- inside -----------------------------------------------------------------------------------------------
 
     def _read_manifest(self) -> bytes:
         try:
@@ -213,7 +198,7 @@ class Archive:
             return file.read(limit + 1)
 
     def _is_outer(self, file: File) -> bool:
-        """Whether a file is read where rank 0's are: an image that it has."""
+        """Whether the file is a kernel image that rank 0's bundle has too."""
         return self._outer is not None and file.path.startswith(KERNELS) and file in self._outer.manifest.files
 
     def _row(self, name: str) -> File:
@@ -229,10 +214,9 @@ def _check_digest(file: File, digest: str) -> None:
 
 
 def read_manifest(path: str) -> Manifest:
-    """The manifest of the bundle at `path`.  Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid."""
     return Archive(path).manifest
 
 
 def read(path: str, file: File) -> bytes:
-    """The contents of a file of the bundle at `path`, its hash checked.  Raises file-damaged."""
+    """Reads a file of the bundle at `path` and checks its hash. Raises file-damaged."""
     return Archive(path).contents(file)

@@ -1,4 +1,4 @@
-"""What the entries and files of a bundle are called, and the tensors of its self-test; what entries donate to each other.  Pure."""
+"""Names of a bundle's entries and files, and of the tensors of its self-test; which programs donate to each other. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from ..errors import CallError, EntryMissing, meant
 from .schema import Donation, EntrySpec, Manifest, Program, Weight
 from .spans import layout
 
-FORWARD = "forward"
-"""The entry that a bundle has where the model names none, and that a call of the program itself goes to."""
-
+FORWARD = "forward"  # the entry of a model that names none; calls of the program itself go to it
 MANIFEST = "manifest.json"
 SIGNATURE, SIGNATURE_BYTES = "manifest.json.sig", 96
 PROGRAM, PROGRAMS = "program.pt2", "programs/"
@@ -22,47 +20,44 @@ OWN_FOLDERS = tuple([folder.rstrip("/") for folder in (PROGRAMS, GRAPHS, KERNELS
 
 
 def weight_files(manifest: Manifest) -> dict[str, list[Weight]]:
-    """The weights by the file that holds their tensors, as far as one does: WEIGHTS, and TABLES where there are any."""
+    """The weights by the file that stores them: WEIGHTS, and TABLES if the bundle has computed tables."""
     stored = [weight for weight in manifest.weights if not weight.zeros]
     tables = [weight for weight in stored if weight.computed]
     return {WEIGHTS: [weight for weight in stored if not weight.computed], **({TABLES: tables} if tables else {})}
 
 
 def rank_folder(number: int) -> str:
-    """Where the bundle of a rank other than 0 lies: `ranks/1/`."""
     return f"{RANKS}{number}/"
 
 
 def folders(path: str) -> list[str]:
-    """The folders that a file's path goes through: `ranks`, `ranks/1`."""
+    """All parent folders of a file's path: `ranks`, `ranks/1`."""
     parts = path.split("/")
     return ["/".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def kernel_images(manifest: Manifest) -> set[str]:
-    """The SHA-256 of every kernel image."""
     return {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}
 
 
 def self_test_entry(key: Sequence[int], kind: str, index: int, entry: str = FORWARD) -> str:
-    """The name of a self-test tensor: `8x128/input/0`; the key of a model without dimensions is `-`.  `kind`: input, output, or
-    mutated, which is what the input of that number holds after the call.  Of another entry than `forward`:
-    `decode/8x128/input/0`."""
+    """The name of a self-test tensor: `8x128/input/0`, `-/output/0` without dimensions, `decode/8x128/input/0` for another entry
+    than forward. `kind`: input, output, or mutated (an input after the call)."""
     return f"{_folder(entry)}{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
 
 
 def program_file(key: Sequence[int], entry: str = FORWARD) -> str:
-    """The exported program of an int_key, where each has its own: `programs/8x128.pt2`, `programs/decode/8x128.pt2`."""
+    """The exported program of one int_key: `programs/8x128.pt2`, `programs/decode/8x128.pt2`."""
     return f"{PROGRAMS}{_folder(entry)}{'x'.join(map(str, key))}.pt2"
 
 
 def whole_program_file(entry: str = FORWARD) -> str:
-    """The exported program that is for all int_keys: `program.pt2`, `programs/decode.pt2`."""
+    """The exported program for all int_keys: `program.pt2`, `programs/decode.pt2`."""
     return PROGRAM if entry == FORWARD else f"{PROGRAMS}{entry}.pt2"
 
 
 def program_files(manifest: Manifest) -> tuple[str, ...]:
-    """The files of the exported programs: of each entry one for all int_keys, or one for each."""
+    """The files of the exported programs: for each entry one for all int_keys, or one for each."""
     paths: list[str] = []
     for entry in manifest.entries:
         keys = [program.key for program in entry.programs]
@@ -72,7 +67,6 @@ def program_files(manifest: Manifest) -> tuple[str, ...]:
 
 
 def per_size(manifest: Manifest, entry: EntrySpec) -> bool:
-    """Whether every int_key of the entry has an exported program of its own."""
     paths = {program_file(program.key, entry.name) for program in entry.programs}
     return any(file.path in paths for file in manifest.files)
 
@@ -85,7 +79,7 @@ def _folder(entry: str) -> str:
 
 
 def entry_named(manifest: Manifest, name: str = "") -> EntrySpec:
-    """An entry, by default the first.  Raises entry-missing, and bundle-kind for a bundle that has none at all."""
+    """An entry, by default the first. Raises entry-missing, and bundle-kind for the graphs of an engine."""
     if manifest.engine is not None:
         raise CallError("bundle-kind", "the bundle holds graphs of an engine, not a program")
     entry = next((entry for entry in manifest.entries if entry.name == name), None) if name else manifest.entries[0]
@@ -95,38 +89,33 @@ def entry_named(manifest: Manifest, name: str = "") -> EntrySpec:
 
 
 def missing_entry(name: str, entries: Collection[str]) -> EntryMissing:
-    """The error of a name that none of `entries` has."""
     near = meant(name, entries) if isinstance(name, str) else ""
     return EntryMissing("entry-missing", f"the bundle has no entry {name!r}{near}, but {', '.join(entries)}")
 
 
 def missing_attribute(owner: object, name: str, entries: Collection[str]) -> AttributeError:
-    """The same of an attribute of `owner`, whose entries are attributes."""
+    """The error for an attribute of an object whose entries are attributes."""
     problem = f"no attribute {name!r}{meant(name, entries)}, and the bundle no entry but {', '.join(entries)}"
     return AttributeError(f"{type(owner).__name__!r} object has {problem}")
 
 
 def all_programs(manifest: Manifest) -> tuple[Program, ...]:
-    """The programs of all entries, in the order of these."""
     return tuple([program for entry in manifest.entries for program in entry.programs])
 
 
 def recordings(manifest: Manifest) -> set[str]:
-    """The files of the recordings: those of the entries' programs, or an engine's graphs."""
+    """The files of all recordings: of the entries' programs, or of an engine's graphs."""
     files = {step.file for program in all_programs(manifest) for step in program.steps if step.file}
     return files | {graph.file for graph in manifest.engine.graphs} if manifest.engine is not None else files
 
 
 def host_regions(entry: EntrySpec) -> set[int]:
-    """The numbers of the host regions that an entry's programs run."""
     return {step.region for program in entry.programs for step in program.steps if step.kind == "host"}
 
 
 def donating_programs(manifest: Manifest) -> Iterator[tuple[Donation, int, int]]:
-    """(donation, program of its source, program of its target) for all programs between which the output is laid out as the input.
-
-    Programs are counted over all entries.  The donations' names and numbers are sound.
-    """
+    """Yields (donation, source program, target program) for programs whose output and input have the same layout. Programs are
+    counted over all entries. The donations must be valid."""
     first, numbers = 0, {}
     for entry in manifest.entries:
         numbers[entry.name] = first, entry

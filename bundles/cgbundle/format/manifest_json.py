@@ -1,23 +1,14 @@
-"""Canonical JSON -> manifest.  `cgcompile/bundle/manifest_text.py` writes it.
-
-Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well, fields that
-have their default left out.  The extra key `sha256` holds the hash of the whole text with that hash's own digits as zeros, so that
-no byte can change unseen.
-
-A bundle may hold several variants, each a manifest of its own: kernels, tables and host code for one architecture or level of
-processors, over the same weights.  What is equal in all variants stands once, and `variants` is a list of what each has besides: of
-objects their other members, of lists of objects of one length the same for each of these, any other value as a whole.
-
-Decoding is driven by the annotations in `schema.py`
-and fails with the path of the offending field, such as `entries[0].programs[2].values[0].dtype: expected str, got int`.
-"""
+"""Decodes a manifest from canonical JSON, which `cgcompile/bundle/manifest_text.py` writes. FORMAT.md describes the text: its own
+hash (`sha256`), defaults left out, and `variants`, which lists what each variant has besides the common members. Decoders follow
+the annotations in `schema.py`; errors have the path of the field, such as `entries[0].programs[2].values[0].dtype: expected str,
+got int`."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import cache
-from typing import Any, NoReturn
+from functools import cache, partial
+from typing import Any
 
 from ..errors import BundleError
 from . import json_text, limits, schema
@@ -25,26 +16,20 @@ from .json_text import brief, expected, invalid, is_sha256, name, text, whole
 from .records import defaults, members
 from .size_expressions import OPERATORS
 
-SEAL = "sha256"
-"""The key of the manifest's own hash."""
-
-VARIANTS = "variants"
-"""The key of what the variants of a bundle have besides what all have."""
-
+SEAL = "sha256"  # the key of the manifest's own hash
+VARIANTS = "variants"  # the key of the list of members that differ between variants
 Decoder = Callable[[Any, str], Any]
-"""From a value of JSON and its path in the manifest to the value of a record's field."""
+"""(JSON value, its path in the manifest) -> the value of a record's field."""
 
 
 def decode(data: bytes) -> schema.Manifest:
-    """The only manifest in `data`, or the first variant's.  Raises as `Variants`."""
+    """The only manifest in `data`, or the first variant's. Raises as `Variants`."""
     return Variants(data).manifest(0)
 
 
 class Variants:
-    """The manifests in a text, decoded when they are asked for.
-
-    Raises manifest-invalid or format-unsupported; `validate/` checks what holds between fields.
-    """
+    """The manifests in a text, decoded on demand. Raises manifest-invalid or format-unsupported. `validate/` checks what holds
+    between fields."""
 
     __slots__ = ("_plain",)
 
@@ -70,17 +55,14 @@ class Variants:
         return len(self._plain)
 
     def manifest(self, number: int) -> schema.Manifest:
-        """A variant's manifest."""
         manifest: schema.Manifest = _record(schema.Manifest)(self._plain[number], "")
         return manifest
 
     def targets(self) -> tuple[schema.Target, ...]:
-        """The target of every variant."""
         return tuple([_record(schema.Target)(plain.get("target"), "target") for plain in self._plain])
 
 
 def _joined(common: Any, rest: Any, where: str) -> Any:
-    """A variant's value, of what all have in common and what it has besides."""
     if type(common) is dict and type(rest) is dict:
         both = {key: _joined(common[key], rest[key], f"{where}.{key[:40]}") for key in common.keys() & rest.keys()}
         return common | rest | both
@@ -102,7 +84,6 @@ def _check_version(plain: dict[str, Any]) -> None:
 
 
 def seal_line(digest: str) -> bytes:
-    """The line of the manifest's own hash, as the text has it."""
     return f'\n"{SEAL}":"{digest}"'.encode()
 
 
@@ -119,7 +100,11 @@ def _record(kind: type) -> Decoder:
             raise expected(where, kind.__name__, value)
         prefix = f"{where}." if where else ""
         if not decoders.keys() - absent.keys() <= value.keys() <= decoders.keys():
-            _refuse_fields(value, decoders, absent, prefix)
+            if missing := sorted(decoders.keys() - value.keys() - absent.keys()):
+                raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
+            unknown = min(value.keys() - decoders.keys())
+            name = unknown[:40] if unknown.isidentifier() else repr(unknown[:40])
+            raise BundleError("manifest-invalid", f"{prefix}{name}: no such field in this format version")
         fields = {field: decoders[field](item, prefix + field) for field, item in value.items()}
         for field, item in fields.items():
             if field in absent and item == absent[field] and type(item) is type(absent[field]):
@@ -129,43 +114,38 @@ def _record(kind: type) -> Decoder:
     return decoder
 
 
-def _refuse_fields(value: dict[str, Any], decoders: dict[str, Decoder], absent: dict[str, Any], prefix: str) -> NoReturn:
-    missing = sorted(decoders.keys() - value.keys() - absent.keys())
-    if missing:
-        raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
-    unknown = min(value.keys() - decoders.keys())
-    field = unknown[:40] if unknown.isidentifier() else repr(unknown[:40])
-    raise BundleError("manifest-invalid", f"{prefix}{field}: no such field in this format version")
-
-
 def _annotation(text: str) -> Decoder:
-    """The decoder for an annotation as it is spelled in schema.py, where no tuple of fixed length holds another."""
+    """The decoder for an annotation of schema.py, where no fixed-length tuple contains another."""
     text = text.removesuffix(" | None")  # absent: the default of such a field, which is left out
     if text in _SCALARS:
         return _SCALARS[text]
     inside = text[text.find("[") + 1 : -1]
     if text.startswith("Literal["):
-        return _one_of(tuple([part.strip("'\"") for part in inside.split(", ")]))
+        return partial(_one_of, tuple([part.strip("'\"") for part in inside.split(", ")]))
     if text.startswith("tuple[") and text.endswith(", ...]"):
-        return _list(_annotation(inside.removesuffix(", ...")))
+        return partial(_list, _annotation(inside.removesuffix(", ...")))
     if text.startswith("tuple["):
-        return _fixed(tuple([_annotation(part) for part in inside.split(", ")]))
+        return partial(_fixed, tuple([_annotation(part) for part in inside.split(", ")]))
     return _record(getattr(schema, text))
 
 
-def _one_of(names: tuple[str, ...]) -> Decoder:
-    def decoder(value: Any, where: str) -> Any:
-        if type(value) is str and value in names:
-            return value
-        raise expected(where, f"one of {', '.join(names)}", value)
-
-    return decoder
-
-
-def _flag(value: Any, where: str) -> bool:
-    if type(value) is bool:
+def _one_of(names: tuple[str, ...], value: Any, where: str) -> Any:
+    if type(value) is str and value in names:
         return value
-    raise expected(where, "bool", value)
+    raise expected(where, f"one of {', '.join(names)}", value)
+
+
+def _of_type(kind: type, name: str, value: Any, where: str) -> Any:
+    if type(value) is kind:
+        return value
+    raise expected(where, name, value)
+
+
+def _not_negative(decode: Decoder, value: Any, where: str) -> Any:
+    number = decode(value, where)
+    if number >= 0:
+        return number
+    raise invalid(where, f"{number} is below 0")
 
 
 def _number(value: Any, where: str) -> float:
@@ -176,20 +156,6 @@ def _number(value: Any, where: str) -> float:
     raise expected(where, "number", value)
 
 
-def _positive(value: Any, where: str) -> float:
-    number = _number(value, where)
-    if number >= 0:
-        return number
-    raise invalid(where, f"{number} is below 0")
-
-
-def _count(value: Any, where: str) -> int:
-    number = whole(value, where)
-    if number >= 0:
-        return number
-    raise invalid(where, f"{number} is below 0")
-
-
 def _digest(value: Any, where: str) -> str:
     digest = name(value, where)
     if is_sha256(digest):
@@ -197,85 +163,54 @@ def _digest(value: Any, where: str) -> str:
     raise invalid(where, "is no SHA-256 in lower-case hexadecimal")
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if type(value) is dict:
-        return value
-    raise expected(where, "an object", value)
-
-
-def _size(value: Any, where: str) -> Any:
-    """A schema.Size."""
-    return _operand(value, where, 0, [limits.SIZE_OPERATORS])
-
-
-def _operand(value: Any, where: str, depth: int, left: list[int]) -> Any:
-    """`left` is how many operators more the size may have, in a list that its parts share."""
+def _size(value: Any, where: str, depth: int = 0, budget: list[int] | None = None) -> Any:
+    """`budget`: how many more operators the size may have, in a list that its parts share."""
     if type(value) is int:
         return whole(value, where)
     if type(value) is str:
         return name(value, where)
     if type(value) is list and len(value) == 3 and type(value[0]) is str and value[0] in OPERATORS:
-        left[0] -= 1
-        if depth >= limits.SIZE_DEPTH or left[0] < 0:
-            reason = "nested too deeply" if left[0] >= 0 else f"more than {limits.SIZE_OPERATORS} operators"
+        budget = [limits.SIZE_OPERATORS] if budget is None else budget
+        budget[0] -= 1
+        if depth >= limits.SIZE_DEPTH or budget[0] < 0:
+            reason = "nested too deeply" if budget[0] >= 0 else f"more than {limits.SIZE_OPERATORS} operators"
             raise invalid(where.split("][")[0].rstrip("]") + "]", reason)  # at the size's own path, which ends with its axis
-        return (value[0], *[_operand(value[side], f"{where}[{side}]", depth + 1, left) for side in (1, 2)])
+        return (value[0], *[_size(value[side], f"{where}[{side}]", depth + 1, budget) for side in (1, 2)])
     raise expected(where, "a size", value)
 
 
-def _axes(listed: Decoder) -> Decoder:
-    def decoder(value: Any, where: str) -> Any:
-        if type(value) is list and len(value) > limits.AXES:
-            raise invalid(where, f"{len(value)} axes, more than the limit of {limits.AXES}")
-        return listed(value, where)
-
-    return decoder
+def _axes(items: Decoder, value: Any, where: str) -> Any:
+    if type(value) is list and len(value) > limits.AXES:
+        raise invalid(where, f"{len(value)} axes, more than the limit of {limits.AXES}")
+    return items(value, where)
 
 
 def _numbers(value: Any, where: str) -> tuple[int, ...]:
-    """As a list of `whole` numbers, all at once: a manifest consists of these, most of all."""
+    """Decodes a list of `whole` numbers at once: most of a manifest consists of these."""
     if type(value) is list and (not value or ({*map(type, value)} == _INT and min(value) >= -_END and max(value) < _END)):
         return tuple(value)
-    numbers: tuple[int, ...] = _list(whole)(value, where)
-    return numbers
+    return _list(whole, value, where)
 
 
 _INT, _END = {int}, limits.INTEGER
 
 
-def _list(item: Decoder) -> Decoder:
-    def decoder(value: Any, where: str) -> Any:
-        if type(value) is not list:
-            raise expected(where, "a list", value)
-        return tuple([item(element, f"{where}[{index}]") for index, element in enumerate(value)])
-
-    return decoder
+def _list(item: Decoder, value: Any, where: str) -> tuple[Any, ...]:
+    if type(value) is not list:
+        raise expected(where, "a list", value)
+    return tuple([item(element, f"{where}[{index}]") for index, element in enumerate(value)])
 
 
-def _fixed(items: tuple[Decoder, ...]) -> Decoder:
-    def decoder(value: Any, where: str) -> Any:
-        if type(value) is not list or len(value) != len(items):
-            raise expected(where, f"{len(items)} values", value)
-        return tuple([item(element, f"{where}[{index}]") for index, (item, element) in enumerate(zip(items, value, strict=True))])
-
-    return decoder
+def _fixed(items: tuple[Decoder, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if type(value) is not list or len(value) != len(items):
+        raise expected(where, f"{len(items)} values", value)
+    return tuple([item(element, f"{where}[{index}]") for index, (item, element) in enumerate(zip(items, value, strict=True))])
 
 
 _SCALARS: dict[str, Decoder] = {
-    "int": whole,
-    "Position": _count,
-    "Bytes": _count,
-    "str": text,
-    "Name": name,
-    "Dtype": _one_of(tuple(schema.DTYPES)),
-    "Memory": _one_of(schema.MEMORIES),
-    "Sha256": _digest,
-    "bool": _flag,
-    "float": _number,
-    "Error": _positive,
-    "IntKey": _numbers,
-    "tuple[int, ...]": _numbers,
-    "Shape": _axes(_numbers),
-    "Sizes": _axes(_list(_size)),
-    "Tree": _object,  # `pytree.check` looks inside
-}
+    "int": whole, "float": _number, "bool": partial(_of_type, bool, "bool"), "str": text, "Name": name, "Sha256": _digest,
+    "Position": partial(_not_negative, whole), "Bytes": partial(_not_negative, whole), "Error": partial(_not_negative, _number),
+    "Dtype": partial(_one_of, tuple(schema.DTYPES)), "Memory": partial(_one_of, schema.MEMORIES),
+    "IntKey": _numbers, "tuple[int, ...]": _numbers, "Shape": partial(_axes, _numbers),
+    "Sizes": partial(_axes, partial(_list, _size)), "Tree": partial(_of_type, dict, "an object"),  # `pytree.check` looks inside
+}  # fmt: skip

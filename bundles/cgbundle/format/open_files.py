@@ -1,5 +1,5 @@
-"""Opening what a bundle holds: no link is followed but those of the Hub's cache, no pipe waited for, nothing read that is longer
-than the manifest says.  And what is done when an object is gone, as closing its files."""
+"""Opens the files of a bundle: follows no links but those of the Hub's cache, waits for no pipe, reads no more than the manifest
+says. Also runs cleanup when an object is collected."""
 
 from __future__ import annotations
 
@@ -18,27 +18,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-CHUNK = 4 << 20
-"""Bytes read at a time."""
-
+CHUNK = 4 << 20  # bytes read at a time
 FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 FOLDER = FILE | os.O_DIRECTORY
 
-BLOBS = "../blobs/"
-"""How a link of huggingface_hub's cache ends, but for the SHA-1 or SHA-256 that names the file."""
-
+BLOBS = "../blobs/"  # before the SHA-1 or SHA-256 in a link of huggingface_hub's cache
 DAMAGE = {errno.ENOENT: "missing", errno.ENOTDIR: "missing", errno.ELOOP: "a symbolic link, which a bundle must not hold"}
-"""What is said of an entry that cannot be opened for one of these reasons."""
+"""Messages for reasons that an entry cannot be opened."""
 
-NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
-"""Reasons for which the system takes the path of a bundle for none."""
-
-FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Reasons that say nothing of the bundle."""
+NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)  # errors of a path that the system does not accept
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that say nothing about the bundle
 
 
 class KeptFile:
-    """A descriptor of its own of an open file, closed when this is forgotten, or by the system when the interpreter ends."""
+    """A duplicate of a file descriptor, closed when this object is collected."""
 
     __slots__ = ("__weakref__", "descriptor")
 
@@ -50,7 +43,7 @@ class KeptFile:
 
 
 def open_directory(path: str) -> int:
-    """A directory that a user names, through links.  Raises bundle-missing, not-a-bundle."""
+    """Opens a directory that a user names, through links. Raises bundle-missing, not-a-bundle."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -68,8 +61,8 @@ def open_directory(path: str) -> int:
 
 
 def open_file(name: str, folder: int) -> int:
-    """A plain file, opened, where a snapshot of the Hub's cache has a link to it too.  Raises file-damaged, without the name: the
-    caller knows the whole of it."""
+    """Opens a plain file, also through a link of the Hub's cache. Raises file-damaged without the file's name, which the caller
+    adds."""
     try:
         descriptor = open_entry(name, FILE, folder)
     except BundleError as error:
@@ -84,32 +77,27 @@ def open_file(name: str, folder: int) -> int:
 
 
 def open_entry(name: str, flags: int, folder: int) -> int:
-    """An entry of an open directory, never through a link.  Raises file-damaged, as `open_file`."""
+    """Opens an entry of an open directory without following a link. Raises file-damaged, as `open_file`."""
     try:
         return os.open(name, flags, dir_fd=folder)
     except OSError as error:
         if error.errno in FULL:
             raise
-        if error.errno == errno.ENOTDIR and _is_link(name, folder):
+        if error.errno == errno.ENOTDIR and stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             error.errno = errno.ELOOP
-        what = DAMAGE.get(error.errno or 0) or f"cannot be read: {error.strerror}"
-        raise BundleError("file-damaged", what) from None
+        raise BundleError("file-damaged", DAMAGE.get(error.errno or 0) or f"cannot be read: {error.strerror}") from None
 
 
 def _cached(name: str, folder: int) -> str:
-    """Where a link of the Hub's cache leads, from a snapshot up to a file among the blobs; "" for any other one."""
+    """The target of a link of the Hub's cache, from a snapshot to a file in `blobs/`; "" for any other link."""
     place = os.readlink(name, dir_fd=folder)
     up, between, digest = place.rpartition(BLOBS)
     known = between and up == "../" * (len(up) // 3) and len(digest) in (40, 64) and set(digest) <= set("0123456789abcdef")
     return place if known else ""
 
 
-def _is_link(name: str, folder: int) -> bool:
-    return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
-
-
 def pieces(descriptor: int, name: str, size: int) -> Iterator[bytes]:
-    """The contents in pieces.  Raises file-damaged unless they are as long as the manifest says."""
+    """Yields the contents in pieces. Raises file-damaged unless the length is the manifest's."""
     done = 0
     while piece := os.pread(descriptor, min(CHUNK, size - done) + 1, done):
         done += len(piece)
@@ -121,7 +109,7 @@ def pieces(descriptor: int, name: str, size: int) -> Iterator[bytes]:
 
 
 def copied(descriptor: int) -> int:
-    """The file in memory of this process, in its place."""
+    """Replaces the descriptor by one of a copy in memory (memfd)."""
     size = os.fstat(descriptor).st_size
     copy = os.memfd_create("cgbundle-weights", os.MFD_CLOEXEC)
     try:
@@ -141,27 +129,26 @@ def copied(descriptor: int) -> int:
 # callback of `weakref` that is written in Python, it is printed and lost, and what should have been given back is not.
 
 _WAITING: dict[int, tuple[ref[Any], bool]] = {}
-"""What watches objects, and whether a forked process watches its copies of them too: an object and what watches it may be garbage
-together, and nothing would be done then."""
+"""Weak references, and whether a forked process keeps them: an object and its reference may become garbage together, and then the
+callback would not run."""
 
 _KEYS = count()
 
 
 def make_calls(pending: Iterator[object]) -> None:
-    """Makes the calls that nobody has made yet of `pending`, a `map` of a function of C.  No interrupt comes between one of its
-    arguments and the call: each is made once, whoever asks for it."""
+    """Makes the remaining calls of `pending`, a `map` of a C function. No interrupt can separate an argument from its call, so that
+    each call is made exactly once."""
     countOf(pending, None)  # asks for all of them
 
 
 def when_gone(owner: object, pending: Iterator[object], *, forked: bool = True) -> None:
-    """`make_calls` when `owner` is gone.  `forked`: also in a forked process, of its copy."""
+    """Runs `make_calls` when `owner` is collected. `forked`: also for its copy in a forked process."""
     key = next(_KEYS)
     # a callback is called with its reference: countOf(steps, reference)
     _WAITING[key] = ref(owner, MethodType(countOf, chain(pending, map(_WAITING.pop, (key,))))), forked
 
 
 def _forget_parents() -> None:
-    """In the child, right after the fork."""
     for key, (_, forked) in list(_WAITING.items()):
         if not forked:
             del _WAITING[key]

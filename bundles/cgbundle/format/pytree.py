@@ -1,17 +1,12 @@
-"""Nested inputs and outputs as data: no class of the model is needed, and none is imported, to take a call apart or build a result.
-
-A tree is an object with one key:
+"""Nested inputs and outputs as data, without the model's classes. A tree is an object with one key:
 
     {"tensor": position}            {"tuple": [trees]}    {"dict": [[key, tree], ...]}, keys str or int, order kept
     {"value": None, a number, ...}  {"list": [trees]}     {"namedtuple": [name, [field, ...], [trees]]}
     {"record": [name, kind, [field, ...], [trees]]}
 
-A record was an instance of a class that is neither of these: `kind` is "object" for one with attributes (a dataclass, a cache), or
-"mapping" for one that is also a dict of its fields that are not None (outputs of Hugging Face's models).
-
-The tree of a call is {"call": [[parameter, tree], ...]}; the manifest's `parameters` say of each whether it is given by name only,
-and the model's default.  An argument that is no tensor is a constant: a call has to agree with what was recorded.
-"""
+A record is an instance of another class: `kind` is "object" for attributes (a dataclass, a cache), or "mapping" for one that is
+also a dict of its fields that are not None (outputs of Hugging Face's models). The tree of a call is
+{"call": [[parameter, tree], ...]}. An argument without tensors is a constant: a call has to agree with the recorded value."""
 
 from __future__ import annotations
 
@@ -22,17 +17,16 @@ from . import json_text, limits
 from .json_text import invalid
 from .schema import Tree
 
-RECORDS = ("object", "mapping")
-"""The kinds of a record."""
+RECORDS = ("object", "mapping")  # kinds of a record
 
 
 def check(tree: Tree, where: str, tensors: int) -> None:
-    """Raises manifest-invalid unless `tree` is well formed and names tensors 0..tensors-1, each once and in order."""
+    """Raises manifest-invalid unless `tree` is well formed and names tensors 0..tensors-1 once each, in order."""
     _check_all([(where, tree)], where, tensors)
 
 
 def check_call(tree: Tree, tensors: int) -> None:
-    """As `check`, for the tree of a call: its parameters, each named once."""
+    """As `check`, for the tree of a call, whose parameters have distinct names."""
     parameters: Any = tree.get("call")
     if len(tree) != 1 or not _are_pairs(parameters) or not all(type(name) is str for name, _ in parameters):
         raise invalid("call", "is not the structure of a call")
@@ -41,11 +35,11 @@ def check_call(tree: Tree, tensors: int) -> None:
 
 
 Place = tuple[Any, ...]
-"""Where a tree stands: (the place of the tree around it, the key or index in that one); of the outermost, its path as text."""
+"""The position of a tree: (position of the parent, key or index); for the root (its path,)."""
 
 
 def _check_all(trees: list[tuple[Any, Any]], where: str, tensors: int) -> None:
-    """Without recursion, and with paths that are spelled where something is wrong alone: a tree may be hostile."""
+    """Walks without recursion, and formats paths only for errors: a tree may be hostile."""
     indices: list[int] = []
     waiting: list[tuple[Place, Any, int]] = [((place,), tree, 0) for place, tree in reversed(trees)]
     while waiting:
@@ -57,7 +51,7 @@ def _check_all(trees: list[tuple[Any, Any]], where: str, tensors: int) -> None:
 
 
 def _children(tree: Any, place: Place, depth: int, indices: list[int]) -> list[tuple[Any, Any]]:
-    """(key or index, tree) of what lies in a tree, which is sound in itself; the number of a tensor goes to `indices`."""
+    """Checks one tree without its children, and returns these as (key or index, tree). Appends a tensor's number to `indices`."""
     if depth > limits.TREE_DEPTH:
         raise invalid(_spell(place), "nested too deeply")
     if type(tree) is not dict or len(tree) != 1:
@@ -67,25 +61,19 @@ def _children(tree: Any, place: Place, depth: int, indices: list[int]) -> list[t
         indices.append(body)
         return []
     if kind == "value" and (body is None or type(body) in (bool, int, float, str)):
-        _check_value(body, place)
+        if type(body) is int and not _is_whole(body):
+            raise json_text.expected(_spell(place), "an integer of 64 bits", body)
+        if type(body) is str and (reason := json_text.text_reason(body)):
+            raise invalid(_spell(place), reason)
         return []
     if kind in ("tuple", "list") and type(body) is list:
         return list(enumerate(body))
     if kind == "dict" and _are_pairs(body):
         _check_keys(body, place)
         return [(key, child) for key, child in body]
-    if kind == "namedtuple" and type(body) is list and len(body) == 3 and _fields_fit(body):
-        return list(zip(body[1], body[2], strict=True))
-    if kind == "record" and type(body) is list and len(body) == 4 and _record_fits(body):
-        return list(zip(body[2], body[3], strict=True))
+    if kind in ("namedtuple", "record") and type(body) is list and _fields_fit(kind, body):
+        return list(zip(body[-2], body[-1], strict=True))
     raise invalid(_spell(place), f"{str(kind)[:40]!r} is no structure of this format")
-
-
-def _check_value(value: Any, place: Place) -> None:
-    if type(value) is int and not -limits.INTEGER <= value < limits.INTEGER:
-        raise json_text.expected(_spell(place), "an integer of 64 bits", value)
-    if type(value) is str and (reason := json_text.text_reason(value)):
-        raise invalid(_spell(place), reason)
 
 
 def _are_pairs(body: Any) -> bool:
@@ -94,18 +82,21 @@ def _are_pairs(body: Any) -> bool:
 
 def _check_keys(pairs: list[Any], place: Place) -> None:
     for key, _ in pairs:
-        if type(key) is str:
-            known = len(key) <= limits.NAME and key.isprintable()
-        else:
-            known = type(key) is int and -limits.INTEGER <= key < limits.INTEGER
-        if not known:
+        if not (_is_printable(key) if type(key) is str else _is_whole(key)):
             raise invalid(_spell(place), f"the key {json_text.brief(key)} is neither a printable name nor a number of 64 bits")
     if len({key for key, _ in pairs}) != len(pairs):
         raise invalid(_spell(place), "a key stands twice")
 
 
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and -limits.INTEGER <= value < limits.INTEGER
+
+
+def _is_printable(text: str) -> bool:
+    return len(text) <= limits.NAME and text.isprintable()
+
+
 def _spell(place: Place) -> str:
-    """The path of a place: `call.x[0].key`."""
     keys: list[Any] = []
     while len(place) == 2:
         place, key = place
@@ -119,36 +110,23 @@ def _step(key: str | int) -> str:
     return f"[{key}]"
 
 
-def _fields_fit(body: list[Any]) -> bool:
-    name, names, children = body
-    return (
-        type(names) is list
-        and type(children) is list
-        and len(names) == len(children) <= limits.TREE_FIELDS
-        and all(type(word) is str and _is_name(word) for word in [name, *names])
-        and not any(word.startswith("_") for word in names)
-        and len(set(names)) == len(names)
-    )
-
-
-def _record_fits(body: list[Any]) -> bool:
-    """No field is called as Python calls its own attributes; whatever else is printable does."""
-    name, kind, names, children = body
-    return (
-        type(name) is str
-        and _is_name(name)
-        and kind in RECORDS
-        and type(names) is list
-        and type(children) is list
-        and len(names) == len(children) <= limits.TREE_FIELDS
-        and all(type(word) is str and 0 < len(word) <= limits.NAME and word.isprintable() for word in names)
-        and not any(word.startswith("__") for word in names)
-        and len(set(names)) == len(names)
-    )
+def _fields_fit(kind: str, body: list[Any]) -> bool:
+    """Whether the body of a named tuple or record is valid. Fields of a record may have any printable name except `__...`."""
+    is_record = kind == "record"
+    if len(body) != 3 + is_record or (is_record and body[1] not in RECORDS):
+        return False
+    name, names, children = body[0], body[-2], body[-1]
+    if type(names) is not list or type(children) is not list or not len(names) == len(children) <= limits.TREE_FIELDS:
+        return False
+    if not all(type(word) is str for word in (name, *names)) or len(set(names)) != len(names) or not _is_name(name):
+        return False
+    if is_record:
+        return all(word and _is_printable(word) and not word.startswith("__") for word in names)
+    return all(_is_name(word) and not word.startswith("_") for word in names)
 
 
 def _is_name(word: str) -> bool:
-    """A name as Python's parser leaves it: it takes some letters for others (NFKC)."""
+    """Whether Python's parser keeps the name as it is: it normalizes some letters (NFKC)."""
     if len(word) > limits.NAME or not word.isidentifier() or iskeyword(word):
         return False
     if word.isascii():
@@ -162,7 +140,7 @@ def _is_name(word: str) -> bool:
 
 
 def children(tree: Tree) -> list[tuple[str, Tree]]:
-    """(name, tree) of what lies in a tree: of a dict its keys as text, of a sequence the positions; [] for a leaf."""
+    """(name, tree) of the children: a dict's keys as text, a sequence's positions; [] for a leaf."""
     ((kind, body),) = tree.items()
     if kind in ("tensor", "value"):
         return []
@@ -174,16 +152,16 @@ def children(tree: Tree) -> list[tuple[str, Tree]]:
 
 
 def holds_tensor(tree: Tree) -> bool:
-    """Whether a tensor stands anywhere in a tree; what has none is a constant."""
+    """Whether the tree contains a tensor. A tree without one is a constant."""
     return "tensor" in tree or any(holds_tensor(child) for _, child in children(tree))
 
 
 def recorded_constant(tree: Tree) -> Any:
-    """The value of a tree without tensors, in Python's own types: of a named tuple a tuple, of a record a dict."""
+    """The value of a tree without tensors, in Python's own types: a named tuple as a tuple, a record as a dict."""
     ((kind, body),) = tree.items()
     if kind == "value":
         return body
-    if kind == "dict":
-        return {key: recorded_constant(child) for key, child in body}
-    constants = {name: recorded_constant(child) for name, child in children(tree)}
-    return constants if kind == "record" else list(constants.values()) if kind == "list" else tuple(constants.values())
+    if kind in ("dict", "record"):
+        return {key: recorded_constant(child) for key, child in (body if kind == "dict" else children(tree))}
+    constants = [recorded_constant(child) for _, child in children(tree)]
+    return constants if kind == "list" else tuple(constants)

@@ -1,8 +1,9 @@
-"""Frozen dataclasses without the module `dataclasses`, which adds 15 ms to a load: it imports `inspect`, and compiles eight methods
-for every class.  Its functions (`fields`, `asdict`, `replace`) take these classes for dataclasses, and so do type checkers."""
+"""Frozen dataclasses without the module `dataclasses`, which adds 15 ms to a load: it imports `inspect` and compiles eight methods
+per class. `dataclasses.fields`, `asdict`, `replace` and type checkers accept these classes."""
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +25,20 @@ else:
 
 
 def is_record(value: object) -> bool:
-    """Whether a value is an instance of such a class."""
     return hasattr(type(value), "__field_defaults__")
 
 
 def members(kind: type) -> dict[str, str]:
-    """The annotation of every field, as it is spelled."""
     return dict(kind.__annotations__)
 
 
 def defaults(kind: Any) -> dict[str, Any]:
-    """The defaults of the fields that have one."""
     field_defaults: dict[str, Any] = kind.__field_defaults__
     return field_defaults
 
 
 def _completed(plain: type) -> type:
-    """The class anew, with a slot for each annotated name, and what a frozen dataclass has."""
+    """Creates the class again, with a slot for each annotated name and the methods of a frozen dataclass."""
     names = tuple(plain.__annotations__)
     body = {name: value for name, value in vars(plain).items() if name not in ("__dict__", "__weakref__")}
     ready = {name: body.pop(name) for name in names if name in body}
@@ -65,7 +63,7 @@ def _completed(plain: type) -> type:
         return f"{plain.__name__}({', '.join([f'{name}={getattr(self, name)!r}' for name in names])})"
 
     def __reduce__(self: Any) -> tuple[Any, ...]:
-        return _again, (type(self), {name: getattr(self, name) for name in names})
+        return partial(record_class, **{name: getattr(self, name) for name in names}), ()
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         raise AttributeError(f"{plain.__name__} is frozen: {name} cannot be set")
@@ -81,12 +79,8 @@ def _completed(plain: type) -> type:
     return record_class
 
 
-def _again(kind: type, fields: dict[str, Any]) -> Any:
-    return kind(**fields)
-
-
 class _Fields:
-    """The `__dataclass_fields__` of a class, made when the standard library asks for them."""
+    """The `__dataclass_fields__` of a class, created when the standard library asks for them."""
 
     def __get__(self, record: object, kind: type) -> dict[str, Any]:
         from dataclasses import MISSING, field, make_dataclass  # no load needs it

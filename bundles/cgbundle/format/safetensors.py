@@ -1,7 +1,5 @@
-"""safetensors files, read without copying: 8 bytes of header length, a JSON header, then the data.
-
-The `safetensors` package's readers need NumPy or torch.  Weights are used in place: `safetensors_writer` aligns them.
-"""
+"""Reads and writes safetensors files without holding all of them: 8 bytes of header length, a JSON header, then the data. The
+readers of the `safetensors` package need NumPy or torch."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from .json_text import brief
 from .records import dataclass, replace
 from .schema import DTYPES
 
-ALIGNMENT = 256
-"""Bytes: what CUDA promises of an allocation, and four cache lines."""
-
+ALIGNMENT = 256  # bytes: CUDA's guarantee for an allocation, and four cache lines
 CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
@@ -30,8 +26,7 @@ CODES = {
 """Our dtype names and the format's."""
 
 PAIRS = {"complex128": "float64"}
-"""What the format has no name for, and lies there with a last axis of real and imaginary part.  `__metadata__` names these
-tensors, a line each, under our name."""
+"""Dtypes without a name in the format: stored with a last axis of real and imaginary part, and listed in `__metadata__`."""
 
 
 METADATA = "__metadata__"
@@ -39,7 +34,7 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A tensor of the file: row-major, `begin` and `end` in bytes from the start of the file."""
+    """A row-major tensor of the file; `begin` and `end` in bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,10 +43,8 @@ class Entry:
 
 
 def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
-    """The entries of an open file, in the order of their data.
-
-    Raises weights-invalid unless the tensors cover the rest of the file exactly, without gap or overlap, and fit their shapes.
-    """
+    """The entries of an open file, in the order of their data. Raises weights-invalid unless the tensors cover the rest of the file
+    exactly and match their shapes."""
     size = os.fstat(file.fileno()).st_size
     head = file.read(8)
     length = int.from_bytes(head, "little")
@@ -68,7 +61,9 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     dtypes = {code: name for name, code in CODES.items()}
     about = plain.pop(METADATA, {})
     entries = {name: _entry(name, item, dtypes, 8 + length, where) for name, item in plain.items()}
-    for name, dtype in _pairs(about):
+    named = about if type(about) is dict else {}
+    pairs = [(name, dtype) for dtype in PAIRS if type(named.get(dtype)) is str for name in named[dtype].split("\n")]
+    for name, dtype in pairs:
         if name not in entries or (entries[name].dtype, entries[name].shape[-1:]) != (PAIRS[dtype], (2,)):
             raise invalid(where, f"tensor {name!r} is no {dtype}: a {PAIRS[dtype]} whose last axis has 2")
         entries[name] = replace(entries[name], dtype=dtype, shape=entries[name].shape[:-1])
@@ -85,14 +80,7 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     return ordered
 
 
-def _pairs(about: Any) -> list[tuple[str, str]]:
-    """The tensors that `__metadata__` names, with their dtypes; what others wrote there says nothing."""
-    named = about if type(about) is dict else {}
-    return [(name, dtype) for dtype in PAIRS if type(named.get(dtype)) is str for name in named[dtype].split("\n")]
-
-
 def invalid(where: str, message: str) -> BundleError:
-    """The error for a defect of the file that messages call `where`."""
     return BundleError("weights-invalid", f"{where}: {message}")
 
 
@@ -116,55 +104,47 @@ def _is_count(value: Any) -> bool:
 
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a dense tensor."""
     return DTYPES[dtype] * prod(shape)
 
 
-POPULATE_READ = 22
-"""MADV_POPULATE_READ (include/uapi/asm-generic/mman-common.h), which Python 3.11 has no name for."""
+POPULATE_READ = 22  # MADV_POPULATE_READ (include/uapi/asm-generic/mman-common.h), not in Python 3.11
 
 
 class Mapped:
-    """A safetensors file, by its path or an open descriptor, mapped read-only, its pages shared by processes.
-
-    `writable`: a page that this process writes to becomes its own.  Addresses are valid until `close`, or the end of this object.
-    Raises weights-invalid as `read_header` does.
-    """
+    """A safetensors file (path or open descriptor), mapped read-only; processes share its pages. `writable`: pages that this
+    process writes become private copies. Addresses are valid until `close`. Raises weights-invalid."""
 
     def __init__(self, file: str | int, where: str, *, writable: bool = False) -> None:
         with open(file, "rb", closefd=not isinstance(file, int)) as opened:
             opened.seek(0)
             self.entries = read_header(opened, where)
-            access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
-            self._map = mmap.mmap(opened.fileno(), 0, access=access)
+            self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ)
         self._view = memoryview(self._map)
         self._base = _address(self._view)
 
     def address(self, name: str) -> int:
-        """Where the tensor's first byte lies in this process."""
         return self._base + self.entries[name].begin
 
     def data(self, name: str) -> memoryview:
-        """The tensor's bytes, not copied."""
         entry = self.entries[name]
         return self._view[entry.begin : entry.end]
 
     def populate(self) -> None:
-        """Brings all pages of the file into memory, and into this process's tables (Linux 5.14; older: begins to)."""
+        """Loads all pages of the file into memory (Linux 5.14; older: starts readahead)."""
         libc, size = ctypes.CDLL(None), len(self._map)
         for advice in (POPULATE_READ, mmap.MADV_WILLNEED):
             if not libc.madvise(ctypes.c_void_p(self._base), ctypes.c_size_t(size), advice):
                 return
 
     def close(self) -> None:
-        """Unmaps the file, unless a view from `data` is still held: the mapping goes with that."""
+        """Unmaps the file, or leaves that to the last view from `data`."""
         self._view.release()
         with suppress(BufferError):
             self._map.close()
 
 
 class _PyBuffer(ctypes.Structure):
-    """CPython's Py_buffer (stable ABI since 3.11), needed because ctypes takes the address of writable buffers only."""
+    """CPython's Py_buffer (stable ABI since 3.11): ctypes gives addresses of writable buffers only."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
@@ -176,7 +156,6 @@ class _PyBuffer(ctypes.Structure):
 def _address(view: memoryview) -> int:
     buffer = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    try:
-        return int(buffer.buf or 0)
-    finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    address = int(buffer.buf or 0)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address

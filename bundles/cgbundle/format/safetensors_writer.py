@@ -1,9 +1,5 @@
-"""safetensors files, written without holding all of them.
-
-The `safetensors` package's writer takes every tensor in memory and aligns to 8 bytes.  Weights are used in place, so `write` starts
-the data at a multiple of `ALIGNMENT`: the header is padded with spaces, as the format allows.  Tensors whose size is a multiple of
-it come first, so that they stay aligned.
-"""
+"""Writes safetensors files one tensor at a time. The `safetensors` package's writer needs all tensors in memory and aligns to 8
+bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +11,11 @@ from .safetensors import ALIGNMENT, CODES, METADATA, PAIRS, nbytes
 from .schema import DTYPES
 
 Tensor = tuple[str, tuple[int, ...], Callable[[], Any]]
-"""What `write` takes per name: dtype, shape, and a function that gives the bytes (anything with the buffer protocol)."""
+"""(dtype, shape, function that returns the bytes as a buffer)."""
 
 
 def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
-    """One tensor at a time is held in memory.  Equal tensors in any order give equal files."""
+    """Writes one tensor at a time. Equal tensors in any order give equal files."""
     for name in write_header(file, {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}):
         dtype, shape, contents = tensors[name]
         data = memoryview(contents())
@@ -29,7 +25,8 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_header(file: IO[bytes], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, int]:
-    """Writes what comes before the data of tensors of these dtypes and shapes; where in the file each begins, in that order."""
+    """Writes the header and returns the offset of each tensor's data, in order. Data starts at a multiple of `ALIGNMENT`: the
+    header is padded with spaces, and tensors whose size is a multiple come first."""
 
     def rank(name: str) -> tuple[bool, int, str]:
         dtype, shape = shapes[name]

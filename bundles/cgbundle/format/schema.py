@@ -1,10 +1,6 @@
-"""The records of a manifest: what the compiler writes and the runtime reads.  No behaviour.
-
-References are integers (positions in a tuple of the same manifest) or names; dtypes are the names in `DTYPES`.
-`manifest_json.py` turns a `Manifest` into canonical JSON and back, driven by the annotations: `Name`, `Bytes`, `Literal` and the
-like are constraints that reading checks.  A field with a default is left out of the text where it has that value: this is the
-only way to say that something is absent.  `validate/` states the invariants between fields.
-"""
+"""The records of a manifest, which the compiler writes and the runtime reads. References are positions in a tuple of the same
+manifest, or names. `manifest_json.py` decodes them by their annotations: `Name`, `Bytes`, `Literal` and the like are constraints. A
+field that has its default is left out of the text. `validate/` has the invariants between fields."""
 
 from __future__ import annotations
 
@@ -22,65 +18,36 @@ DTYPES = {
 """Bytes of one element of every dtype that a bundle may hold."""
 
 MEMORIES = ("weights", "state", "inputs", "arena", "host", "peer")
-"""Where a value or an address may lie.  On the cpu target `host` is memory that a
-host region allocates during the call; beside a GPU it is one pinned buffer, through which values cross.  `peer` is what the ranks
-of a model exchange data through: see `World`.  Addresses alone lie there, no values."""
+"""Where a value or an address may lie. `host` on the cpu target: allocated by a host region during the call; beside a GPU: one
+pinned buffer for values that cross. `peer`: where ranks exchange data (see `World`); it holds addresses only, no values."""
 
 STATE, HOST = "state", "host"
-"""The memory that holds what lasts from call to call; and that of weights which host regions beside a GPU alone read, in the mapped
-file: they are not put on the GPU."""
+"""State lasts from call to call. Weights of memory host are read by host regions only, in the mapped file."""
 
-PERSISTENT = ("weights", STATE)
-"""Memories that hold their contents from call to call: a step may read there what no step of its program wrote."""
-
+PERSISTENT = ("weights", STATE)  # steps may read there what no step of the program wrote
 KERNEL_CODE = "code"
-"""Beside MEMORIES, in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
+"""A further name in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
 
-Dtype = str
-"""A name of DTYPES."""
-
-Memory = str
-"""A name of MEMORIES."""
-
-Name = str
-"""Printable text of `limits.NAME` characters at the most; another `str` is text for people, of `limits.TEXT`."""
-
-Shape = tuple[int, ...]
-"""A number for every axis, for `limits.AXES` at the most: sizes, strides, an order."""
-
-Size = int | str | tuple[Any, ...]
-"""A size in a shape: an int, the name of a dimension, or (operator, left, right) with operator + - * // %."""
-
-Sizes = tuple[Size, ...]
-"""A shape that may use dimension names."""
-
-Tree = dict[str, Any]
-"""Nested structure of a call's inputs or outputs as JSON: see `pytree.py`."""
-
-IntKey = tuple[int, ...]
-"""The sizes of all declared dimensions, in declared order."""
-
-Position = int
-"""Of a record in a tuple of the manifest: 0 or more."""
-
-Bytes = int
-"""A size or an offset: 0 or more."""
-
-Error = float
-"""0 or more."""
-
-Sha256 = str
-"""64 lower-case hexadecimal digits."""
-
-VERSION = 1
-"""The format's version.  What was written before it has a field `format` instead of `version`, and is refused."""
+Dtype = str  # a name of DTYPES
+Memory = str  # a name of MEMORIES
+Name = str  # printable text of at most `limits.NAME` characters; other `str` is text for people
+Shape = tuple[int, ...]  # a number for each axis, at most `limits.AXES`: sizes, strides, an order
+Size = int | str | tuple[Any, ...]  # an int, the name of a dimension, or (operator + - * // %, left, right)
+Sizes = tuple[Size, ...]  # a shape that may use dimension names
+Tree = dict[str, Any]  # nested structure of a call's inputs or outputs as JSON: see `pytree.py`
+IntKey = tuple[int, ...]  # the sizes of all declared dimensions, in declared order
+Position = int  # index into a tuple of the manifest: 0 or more
+Bytes = int  # a size or an offset: 0 or more
+Error = float  # 0 or more
+Sha256 = str  # 64 lower-case hexadecimal digits
+VERSION = 1  # of the format; earlier bundles have a field `format` instead of `version`, and are refused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
-    """`sizes` ascend.  `pad` is "rows" (rows do not depend on each other: any filling is exact), "zeros" (only zeros were proved
-    exact) or "no".  `chunk`: a call may be split along this dimension.  `reason` is shown when the runtime has to refuse;
-    `not_chunked` says why a call cannot be split, where `reason` says more than that."""
+    """`sizes` ascend. `pad`: "rows" (rows are independent, any filling is exact), "zeros" (only zeros were verified) or "no".
+    `chunk`: a call may be split along this dimension. `reason` explains a refusal; `not_chunked` explains why a call cannot be
+    split, if `reason` says more than that."""
 
     name: Name
     sizes: tuple[int, ...]
@@ -92,11 +59,8 @@ class Dimension:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """An input or output: `shape` may use dimension names.  `order` lists the axes from outermost to innermost in memory:
-    (0, 1, 2, 3) is contiguous, (0, 2, 3, 1) is channels last.
-
-    `range` is (low, high) of an integer input whose elements the model uses as indices: low <= element < high.
-    """
+    """An input or output; `shape` may use dimension names. `order`: the axes from outermost to innermost in memory, (0, 2, 3, 1)
+    for channels last. `range`: (low, high) for an integer input that the model uses as indices, low <= element < high."""
 
     name: Name
     dtype: Dtype
@@ -107,12 +71,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """`arch` is the machine ("x86_64") or "sm_90"; `driver` the lowest version of the CUDA driver, as it reports it (13000 = 13.0).
-
-    `features` are the processor flags that host code uses, `torch` the lowest version whose shared libraries it needs: both are
-    absent without host regions, and `torch` where the code for a CPU brings all that it needs.  `level` is what a bundle for a CPU
-    was asked to be for, such as "x86-64-v3"; absent, for processors like the one that built it.
-    """
+    """`arch` is "x86_64" or "sm_90"; `driver` the lowest version of the CUDA driver (13000 = 13.0). `features`: processor flags
+    that host code uses. `torch`: the lowest version whose shared libraries host code needs. `level`: the requested CPU level, such
+    as "x86-64-v3"; absent for processors like the one that built it."""
 
     kind: Literal["cpu", "cuda"]
     arch: Name
@@ -124,14 +85,11 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """A parameter, buffer or constant.  `tensor` names it in weights.safetensors, or where `computed` by the build in
-    tables.safetensors; tied weights name the same tensor.
-
-    `strides` are those of the model's own tensor, in elements; the file holds it in the order of its memory.  `memory` is `state`
-    for what calls change, and the file holds its initial value; state that begins as zeros stands in no file, and has `zeros`.
-    `host` is for what only host regions beside a GPU read, in the mapped file.  `offset` is the weight's place in its memory,
-    256-byte aligned; 0 in memory host, and in memory weights of the cpu target.
-    """
+    """A parameter, buffer or constant. `tensor` names it in weights.safetensors, or in tables.safetensors if `computed` by the
+    build; tied weights name the same tensor. `strides` (elements) are those of the model's tensor; the file holds it in the order
+    of its memory. Memory `state` is what calls change, with initial values in the file, or `zeros` and in no file. Memory `host` is
+    read by host regions beside a GPU only. `offset` in its memory is 256-byte aligned; 0 in memory host and in memory weights of
+    the cpu target."""
 
     name: Name
     tensor: Name
@@ -146,11 +104,9 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenWeight:
-    """A weight, by its position, that an update of the loaded program must leave as it is.  `reason` is "constant" (it is not in
-    the model's state_dict), "folded" (compiled code holds values that were computed from it), "baked" (Python read its value while
-    the bundle was built, for a branch, a size or a number of the program) or "state" (calls change it).
-
-    `sha256` is that of its bytes in the file.  `where` is the user's file:line that read a baked one."""
+    """A weight that updates must leave as it is. `reason`: "constant" (not in the state_dict), "folded" (code holds values computed
+    from it), "baked" (Python read its value during the build) or "state". `sha256` is of its bytes in the file; `where` the user's
+    file:line that read a baked one."""
 
     weight: Position
     reason: Literal["constant", "folded", "baked", "state"]
@@ -160,7 +116,7 @@ class FrozenWeight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """A tensor of one program: where it lies (bytes into `memory`; 0 on the cpu target) and how (strides in elements)."""
+    """A tensor of one program: `offset` in bytes into `memory` (0 on the cpu target), strides in elements."""
 
     dtype: Dtype
     shape: Shape
@@ -171,8 +127,8 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """A piece of the exported graph.  `file` is a host region's shared object; `constants` pairs the shared object's own name of a
-    constant with the position of a weight."""
+    """A piece of the exported graph. `file`: a host region's shared object. `constants`: (name in the shared object, position of
+    the weight)."""
 
     name: Name
     kind: Literal["graph", "host"]
@@ -183,8 +139,8 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One step of a program.  graph: `file` is the recording's table.  host: the region runs on `inputs` and writes `outputs`.
-    copy: `inputs[0]` is copied to `outputs[0]`.  Inputs and outputs are positions in the program's values."""
+    """A step of a program. graph: `file` is the recording. host: the region reads `inputs` and writes `outputs`. copy: copies
+    `inputs[0]` to `outputs[0]`. Inputs and outputs are positions in the program's values."""
 
     kind: Literal["graph", "host", "copy"]
     region: int
@@ -195,13 +151,8 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowering:
-    """A way in which the graph regions of one int_key were lowered, when a build tried several: "eager", "inductor",
-    "max-autotune" or "cross-compile".
-
-    `microseconds` are what its graphs took on the GPU that built the bundle, one for each graph step, in order: the median of
-    repeated launches.  It is absent where the lowering was left out; `reason` then says why, and is absent for all others.
-    `chosen`: the program is this one.
-    """
+    """A lowering that the build tried for one int_key: "eager", "inductor", "max-autotune" or "cross-compile". `microseconds`:
+    median GPU time of each graph step. `reason`: why it was left out, without times. `chosen`: the program uses this one."""
 
     name: Name
     chosen: bool = False
@@ -211,9 +162,8 @@ class Lowering:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What replay does for one int_key.  `inputs` and `outputs` are the values of the call, in the signature's order;
-    `arena` and `static` are the bytes that this key needs of memory `arena` and `inputs`.  `lowerings` are those that the build
-    tried, absent where it was told which one to take."""
+    """What replay does for one int_key. `inputs` and `outputs` are the call's values, in the signature's order. `arena` and
+    `static` are the bytes that it needs of memory `arena` and `inputs`. `lowerings`: those that the build tried, if it chose."""
 
     key: IntKey
     values: tuple[Value, ...]
@@ -227,9 +177,9 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alias:
-    """Output number `output` lies in number `index` of what `memory` names.  That is `inputs` (the caller's own tensor), `outputs`
-    (one that is no alias itself), or "weights" or "state", the manifest's weights.  Its Values say where: on the cuda
-    target at the place of the other one; on the cpu target `offset` is in bytes from the other one's first element."""
+    """Output `output` shares memory with number `index` of `memory`: the caller's `inputs`, `outputs` (one that is no alias), or
+    the manifest's weights ("weights", "state"). Their Values have the places; on the cpu target `offset` is in bytes from the other
+    tensor's first element."""
 
     output: Position
     memory: Literal["inputs", "outputs", "weights", "state"]
@@ -238,8 +188,8 @@ class Alias:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSize:
-    """Axis number `axis` of output number `output` is filled up with zeros: its first elements count, as many as output number
-    `count` says, int64 of no axes.  A call gives these alone, and not the counts, which stand behind the model's outputs."""
+    """Axis `axis` of output `output` is padded with zeros; the scalar int64 output `count` has its true size. Calls return the
+    valid elements, and not the counts, which follow the model's outputs."""
 
     output: Position
     axis: Position
@@ -248,8 +198,7 @@ class DataSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A finding of a check.  `node` names a node of the exported program, "" for the whole model.  `where` is the user's
-    file:line."""
+    """A finding of a check. `node`: of the exported program, "" for the whole model. `where`: the user's file:line."""
 
     rule: Name
     severity: Literal["refuse", "host", "note"]
@@ -263,8 +212,8 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A parameter of `EntrySpec.call`: whether it is given by name only, and its default, a tree of constants.  A parameter without
-    one, and one whose default is no constant, has None."""
+    """A parameter of `EntrySpec.call`: whether it is keyword-only, and its default as a tree of constants (None: no default, or no
+    constant)."""
 
     keyword: bool = False
     default: Tree | None = None
@@ -272,12 +221,9 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """How one int_key was verified when the bundle was built.
-
-    `errors` are those against eager PyTorch of the tensors that the self-test compares, in the order of `compared_tensors`; absent
-    where none were measured.  `error` and `tolerance` are the one that came nearest to its bound, and this bound.  `distance` is
-    that of the replay from the recording, where the self-test holds one.  All errors are as `comparison.difference` has them.
-    """
+    """How one int_key was verified at build time. `errors` against eager PyTorch, in the order of `compared_tensors`; absent if not
+    measured. `error` and `tolerance`: the one nearest to its bound, and that bound. `distance`: of the replay from the recording,
+    if the self-test has one. `comparison.difference` defines errors."""
 
     key: IntKey
     method: Literal["replay", "interpret", "none"]
@@ -289,11 +235,9 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfTest:
-    """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (within `bounds`, one per tensor: see `compared_tensors`).
-
-    Every int_key begins from the initial state and is called `calls` times with its inputs.  What the last call gives is compared,
-    and what it leaves behind.  `expected` is what the self-test holds: what `eager` PyTorch gave, or what the `recording` did.
-    """
+    """How `verify --run` compares: `bits`, or `tolerance` within `bounds`, one per compared tensor. Each int_key starts from the
+    initial state and is called `calls` times with its inputs; the last results are compared. `expected`: results of `eager` PyTorch
+    or of the `recording`."""
 
     compare: Literal["bits", "tolerance"]
     calls: int
@@ -304,8 +248,8 @@ class SelfTest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where the bundle comes from: `source` is the model as the user named it, `created` in UTC (ISO 8601), `versions` those
-    of what built it, `machine` its processor or GPU."""
+    """`source`: the model as the user named it; `created` in UTC (ISO 8601); `versions` of the software that built it; `machine`:
+    processor or GPU."""
 
     source: str
     created: Name
@@ -316,7 +260,7 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class File:
-    """A file of the bundle, by path relative to it, with forward slashes."""
+    """A file of the bundle, by its relative path with forward slashes."""
 
     path: Name
     bytes: Bytes
@@ -325,11 +269,9 @@ class File:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntrySpec:
-    """A callable of the bundle: the method `name` of the module.
-
-    `mutated_inputs`: positions in `inputs` of those that a call changes in place, in the caller's own memory.  `mutated_buffers`:
-    positions in the manifest's `weights` of the state that a call changes.  `aliases`: outputs that share memory, by output.
-    `parameters`: those of `call`, in its order.  `data_sizes`: axes of outputs whose sizes depend on data."""
+    """A callable of the bundle: the method `name` of the module. `mutated_inputs`: positions of inputs that a call changes in the
+    caller's memory. `mutated_buffers`: positions of the state weights that a call changes. `aliases`: outputs that share memory.
+    `parameters`: those of `call`, in order. `data_sizes`: axes of outputs whose sizes depend on data."""
 
     name: Name
     dimensions: tuple[Dimension, ...] = ()
@@ -349,8 +291,7 @@ class EntrySpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Donation:
-    """Input number `input` of entry `target` is taken where it lies, without a copy, where a call is given output number `output`
-    of entry `source`, and both are laid out alike."""
+    """Entry `target` reads input `input` in place if it is output `output` of entry `source` and has the same layout."""
 
     source: Name
     output: Position
@@ -360,8 +301,7 @@ class Donation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DonatedRange:
-    """Bytes of memory arena from `offset` on that programs of one entry alone use: its outputs that are donated lie there, and
-    stay until it is called again."""
+    """A range of memory arena for the donated outputs of one entry, which stay until that entry is called again."""
 
     entry: Name
     offset: Bytes
@@ -370,12 +310,10 @@ class DonatedRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """The bundle is that of rank number `rank` of `size`: one device's share of a model over several.
-
-    Memory `peer` is a range of addresses with a part of `stride` bytes for each rank, in their order.  Rank r's part lies on its
-    device, begins as zeros, and all ranks can write to it.  Of its part a rank reads, as little-endian numbers: the 4 bytes at
-    `status`, 0 or 1 + the rank that a kernel has waited for in vain; the 8 bytes at `limit` are the nanoseconds that kernels wait.
-    """
+    """The bundle is rank `rank` of `size`: one device's share of a model. Memory `peer` has a part of `stride` bytes per rank, in
+    order; rank r's part is on its device, starts as zeros, and all ranks can write to it. In its part a rank reads, little-endian:
+    4 bytes at `status`, 0 or 1 + the rank that a kernel waited for in vain; 8 bytes at `limit`, the nanoseconds that kernels
+    wait."""
 
     rank: int
     size: int
@@ -386,9 +324,8 @@ class World:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateDimension:
-    """A number that `load` chooses: how many rows the state `weights`, by position, has on its first axis.  They have the fewest in
-    the manifest.  Compiled code reads the number in state `count`, int64 [1], absent where none has to.  `most`: with more rows
-    nothing is gained."""
+    """A number that `load` chooses: the rows (first axis) of the state `weights`, which have the minimum in the manifest. Compiled
+    code reads it in state `count`, int64 [1], if needed. `most`: more rows are useless."""
 
     name: Name
     weights: tuple[Position, ...]
@@ -398,8 +335,8 @@ class StateDimension:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpan:
-    """Bytes of memory inputs that stand for memory of the engine's: `attach` is given tensors that lie there, at any address that
-    is a multiple of `alignment`.  Tensors that overlap share a span."""
+    """A range of memory inputs that stands for the engine's memory, at any multiple of `alignment`. Overlapping tensors share a
+    span."""
 
     offset: Bytes
     bytes: Bytes
@@ -408,8 +345,8 @@ class EngineSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTensor:
-    """A tensor that an engine's graphs read or write.  In memory inputs it lies in a span, and `attach` is given it; in memory
-    arena it lies among the graphs' temporaries, and `attach` gives it.  `strides` in elements, `offset` in bytes."""
+    """A tensor that an engine's graphs use. Memory inputs: the caller gives it to `attach`, in a span. Memory arena: `attach`
+    returns it. `strides` in elements, `offset` in bytes."""
 
     name: str
     dtype: Dtype
@@ -421,8 +358,8 @@ class EngineTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineGraph:
-    """A graph that an engine captured.  `key` is the engine's own, as JSON: a number, a text, or a list of these for a tuple.
-    `file` is its recording, whose own key is the graph's position."""
+    """A captured graph of an engine. `key` is the engine's own as JSON: a number, a text, or a list of these for a tuple. `file` is
+    its recording, whose int_key is the graph's position."""
 
     key: str
     file: Name
@@ -430,11 +367,9 @@ class EngineGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """Graphs that another program captured, to be replayed over the tensors of a later process of it.
-
-    Memory inputs is not allocated: its `spans` ascend, and a byte or more lies between two of them.  All graphs share one arena,
-    and none of its bytes are used by two of them unless they shared them when they were captured.  `verified`: a fresh process
-    replayed every graph, and the tensors then held the same bits."""
+    """Graphs that another program captured, to be replayed over the tensors of a later process. Memory inputs is not allocated: its
+    `spans` ascend, at least a byte apart. All graphs share one arena, as they did when captured. `verified`: a fresh process
+    replayed every graph and got the same bits."""
 
     graphs: tuple[EngineGraph, ...]
     tensors: tuple[EngineTensor, ...]
@@ -444,14 +379,11 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """All data of a bundle except weights, images and tables.
-
-    `entries`: at least one; `forward`, if there is one, is the first.  `random`: the position in `weights` of the state of the
-    random numbers, int64 [seed, number of calls].  `frozen`: weights that no update may change, by position.  `memories`: the bytes
-    of each memory, by name.  `state_dimensions`: the dimensions of state whose number of rows `load` chooses.  `donations`: outputs
-    that a later call reads in place; `donated`: their ranges on a GPU.  `allowed`: rules whose findings the user allowed.  `world`:
-    the rank of this bundle, for a model over several devices.  `engine`: graphs that another program captured, instead of
-    entries."""
+    """All data of a bundle except weights, images and tables. `entries`: at least one; `forward`, if present, is the first.
+    `random`: position of the state of the random numbers, int64 [seed, number of calls]. `frozen`: weights that no update may
+    change. `memories`: bytes by name. `state_dimensions`: rows of state that `load` chooses. `donations`: outputs that a later call
+    reads in place; `donated`: their ranges on a GPU. `allowed`: rules whose findings the user allowed. `world`: the rank, for a
+    model over several devices. `engine`: captured graphs instead of entries."""
 
     version: int
     name: Name

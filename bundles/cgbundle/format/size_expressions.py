@@ -1,4 +1,4 @@
-"""Size expressions: how a shape follows from the declared dimensions.  Pure."""
+"""Size expressions: shapes as functions of the declared dimensions. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OPERATORS: Mapping[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": m
 
 
 def evaluate(size: Size, values: Mapping[str, int]) -> int:
-    """The number that `size` stands for when the dimensions have `values`.  Raises KeyError for an unknown dimension."""
+    """The value of `size` for `values` of the dimensions. Raises KeyError for an unknown dimension."""
     if isinstance(size, int):
         return size
     if isinstance(size, str):
@@ -21,12 +21,11 @@ def evaluate(size: Size, values: Mapping[str, int]) -> int:
 
 
 def operands(size: Size) -> int:
-    """How many numbers, names and operators `size` is made of."""
+    """The number of integers, names and operators in `size`."""
     return 1 + operands(size[1]) + operands(size[2]) if isinstance(size, tuple) else 1
 
 
 def names(size: Size) -> frozenset[str]:
-    """The dimensions that `size` depends on."""
     if isinstance(size, int):
         return frozenset()
     if isinstance(size, str):
@@ -35,7 +34,7 @@ def names(size: Size) -> frozenset[str]:
 
 
 def linear(size: Size) -> tuple[str, int, int] | None:
-    """(dimension, scale, offset) when `size` is scale * dimension + offset with scale > 0, as an input's are, else None."""
+    """(dimension, scale, offset) for scale * dimension + offset with scale > 0, as sizes of inputs are; else None."""
     if isinstance(size, str):
         return (size, 1, 0)
     if isinstance(size, int):
@@ -53,7 +52,7 @@ def linear(size: Size) -> tuple[str, int, int] | None:
 
 
 def standing(dimension: str, shapes: Sequence[tuple[str, Sizes]]) -> str:
-    """The axes of named tensors that a dimension is the size of: `axis 0 of ids, mask, axis 1 of y (2*batch)`."""
+    """Where a dimension occurs in named tensors: `axis 0 of ids, mask, axis 1 of y (2*batch)`."""
     axes: dict[str, list[str]] = {}
     for name, shape in shapes:
         for axis, size in enumerate(shape):
@@ -63,7 +62,7 @@ def standing(dimension: str, shapes: Sequence[tuple[str, Sizes]]) -> str:
 
 
 def text(size: Size) -> str:
-    """`size` as a person would write it: `2*batch+1`."""
+    """`size` in infix notation: `2*batch+1`."""
     if isinstance(size, tuple):
         operator: str = size[0]
         sides = [text(side) for side in size[1:]]

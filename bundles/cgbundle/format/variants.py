@@ -1,4 +1,4 @@
-"""Which variant of a bundle a machine runs: that of its GPU, else the one that uses most of its processor.  Pure."""
+"""Selects the variant for a machine: that of its GPU, else the one that uses most of its processor. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ CALLED_ALIKE = ("name", "dimensions", "mutated_inputs", "data_sizes", "call", "p
 
 
 def variant_name(target: Target) -> str:
-    """`sm_90`, `x86-64-v3`, and `x86_64` of a bundle for processors like the one that built it."""
+    """`sm_90`, `x86-64-v3`, or `x86_64` for processors like the one that built it."""
     return target.level or target.arch
 
 
 def named_variant(targets: Sequence[Target], name: str) -> int:
-    """The number of a variant.  Raises option-refused."""
     names = [variant_name(target) for target in targets]
     if name not in names:
         known = f"the variants {', '.join(names)}" if len(names) > 1 else names[0]
@@ -26,42 +25,40 @@ def named_variant(targets: Sequence[Target], name: str) -> int:
 
 
 def fitting_variant(targets: Sequence[Target], gpu: str, machine: str, flags: Collection[str]) -> int:
-    """The number of the variant for a machine with such a GPU ("sm_90", "" without one), `machine` as `uname -m` has it and the
-    processor's flags, as far as code can use them.  Raises wrong-machine where none fits."""
+    """The position of the variant for a GPU ("sm_90", "" without one), the machine as in `uname -m`, and its processor flags.
+    Raises wrong-machine."""
+    fits = []
     for number, target in enumerate(targets):
         if target.kind == "cuda" and target.arch.rstrip("af") == gpu:
             return number
-    fits = [
-        (len(target.features), -number)
-        for number, target in enumerate(targets)
-        if target.kind == "cpu" and target.arch == machine and set(target.features) <= set(flags)
-    ]
+        if target.kind == "cpu" and target.arch == machine and set(target.features) <= set(flags):
+            fits.append((len(target.features), -number))
     if fits:
         return -max(fits)[1]
-    here = f"its GPU is {gpu}" if gpu else "it has no GPU"
-    names = ", ".join([variant_name(target) for target in targets])
-    text = (
-        f"no variant of the bundle runs on this machine: there are {names}; {here}, and its processor lacks what those for CPUs use"
-    )
-    raise MachineError("wrong-machine", text, "build the bundle with a variant for this machine: --target sm_90,x86-64-v3")
+    names, here = ", ".join(map(variant_name, targets)), f"its GPU is {gpu}" if gpu else "it has no GPU"
+    text = f"there are {names}; {here}, and its processor lacks what those for CPUs use"
+    hint = "build the bundle with a variant for this machine: --target sm_90,x86-64-v3"
+    raise MachineError("wrong-machine", f"no variant of the bundle runs on this machine: {text}", hint)
 
 
 def check_variants(manifests: Sequence[Manifest]) -> None:
-    """Raises manifest-invalid unless all variants have names of their own, are called alike, and compare one self-test."""
+    """Raises manifest-invalid unless all variants have distinct names, the same signature, and the same self-test."""
+    first, *_ = manifests
     names = [variant_name(manifest.target) for manifest in manifests]
     for number, manifest in enumerate(manifests):
-        where = f"variants[{number}]"
+        reason = ""
         if names.index(names[number]) != number:
-            raise BundleError("manifest-invalid", f"{where}.target: a second variant for {names[number]}")
-        if manifest.world is not None:
-            raise BundleError("manifest-invalid", f"{where}.world: a model over several devices has no variants")
-        first = manifests[0]
-        if [_called(entry) for entry in manifest.entries] != [_called(entry) for entry in first.entries]:
-            raise BundleError("manifest-invalid", f"{where}.entries: have other names than those of {names[0]}")
-        if manifest.files != first.files or manifest.provenance != first.provenance or manifest.name != first.name:
-            raise BundleError("manifest-invalid", f"{where}: has another name, origin or other files than {names[0]}")
-        if _state(manifest) != _state(first):
-            raise BundleError("manifest-invalid", f"{where}.weights: has other state than {names[0]}")
+            reason = f".target: a second variant for {names[number]}"
+        elif manifest.world is not None:
+            reason = ".world: a model over several devices has no variants"
+        elif [_called(entry) for entry in manifest.entries] != [_called(entry) for entry in first.entries]:
+            reason = f".entries: have other names than those of {names[0]}"
+        elif (manifest.files, manifest.provenance, manifest.name) != (first.files, first.provenance, first.name):
+            reason = f": has another name, origin or other files than {names[0]}"
+        elif _state(manifest) != _state(first):
+            reason = f".weights: has other state than {names[0]}"
+        if reason:
+            raise BundleError("manifest-invalid", f"variants[{number}]{reason}")
 
 
 def _state(manifest: Manifest) -> list[tuple[int, str]]:

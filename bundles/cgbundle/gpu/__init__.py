@@ -1,1 +1,1 @@
-"""Sessions of a cuda bundle on a GPU.  The rest of cgbundle imports nothing from here until a bundle needs it."""
+"""Sessions of a cuda bundle on a GPU, imported for such bundles only."""

@@ -1,9 +1,6 @@
-"""`attach`: graphs that an engine captured, and `cgcompile.save_graphs` saved, over the tensors of this process.
-
-The recordings name the engine's tensors as places in memory inputs.  Here each place becomes the address of the tensor that the
-caller gives, in a copy of the recording's table; the graphs are then built like those of any other bundle.  What only the graphs
-use lies in one arena of our own.  The caller's library (torch) goes on in the same context; it is not imported.
-"""
+"""`attach`: replays an engine's captured graphs, saved by `cgcompile.save_graphs`, over the tensors of this process. Recordings
+have the engine's tensors as places in memory inputs; a copy of each table gets the addresses of the caller's tensors, and graphs
+are built as for any bundle. Temporaries lie in one arena. The caller's library (torch) uses the same context."""
 
 from __future__ import annotations
 
@@ -32,10 +29,9 @@ if TYPE_CHECKING:
     from ..signatures import Keys
 
 INPUTS, ABSOLUTE = MEMORIES.index("inputs"), MEMORIES.index("host")
-"""Where recordings have the engine's tensors; and a memory without an address of its own, in which offsets are addresses."""
+"""The memory of the engine's tensors, and a memory with address 0, in which offsets are addresses."""
 
-LEGACY_STREAM = 1
-"""CU_STREAM_LEGACY, for libraries without a current stream."""
+LEGACY_STREAM = 1  # CU_STREAM_LEGACY, for libraries without a current stream
 
 
 class AttachedGraph:
@@ -74,8 +70,8 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
     def __init__(
         self, shared: DeviceBundle, cleanup: ExitStack, executor: Callable[[int], GraphExecutor], engine: Engine, placed: _Tensors
     ) -> None:
-        """`cleanup` frees everything but `shared`; `executor` builds the graph at a position of the engine's; the caller's tensors,
-        `placed`, must not be freed meanwhile."""
+        """`cleanup` frees everything except `shared`; `executor` builds the graph at a position; `placed`: the caller's tensors,
+        kept alive."""
         self._shared, self._cleanup, self._executor, self._placed = shared, cleanup, executor, placed
         self._graphs: dict[Key, AttachedGraph] = {}
         for position, graph in enumerate(engine.graphs):
@@ -133,7 +129,6 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
         self.close()
 
     def _built(self, graph: AttachedGraph) -> GraphExecutor:
-        """The graph as the driver launches it, which is built at the first call.  Raises program-closed."""
         with self._shared.lock:
             if self.closed:
                 raise ProgramClosed("program-closed", f"graph {graph.key!r}: these graphs were closed", "attach them again")
@@ -146,7 +141,6 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
             return graph._executor
 
     def _rest(self) -> Iterator[None]:
-        """Builds what no replay has asked for yet, a graph at a step."""
         for graph in list(self._graphs.values()):
             if self.closed:
                 return
@@ -194,8 +188,7 @@ def attach_poisoned(
     lazy: bool | None = False,
     poison: int | None = None,
 ) -> AttachedGraphs:
-    """`attach`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recordings call undefined.
-    For verification."""
+    """`attach` for verification: `poison` fills the arena and undefined bytes of kernel parameters."""
     bundle = Archive(os.fspath(path))
     try:
         if key is not None:
@@ -228,7 +221,7 @@ def _engine(bundle: Archive, unverified: bool) -> Engine:
 
 
 def _check_driver(manifest: Manifest) -> None:
-    """An engine's kernels were verified with one version of the driver, and are replayed with that one alone."""
+    """Engine kernels were verified with one driver version, and run with no other."""
     check_driver(manifest.target)
     version, saved = driver_version(), manifest.target.driver
     if version != saved:
@@ -241,20 +234,20 @@ def _version(number: int) -> str:
 
 
 class _Tensors:
-    """The caller's tensors, checked: their `library`, the `device` that they lie on, the `bases` of the engine's spans, and the
-    tensors themselves, `by_name`.  Raises tensors-unlike."""
+    """The caller's checked tensors `by_name`, their `library`, `device`, and the addresses (`bases`) of the engine's spans. Raises
+    tensors-unlike."""
 
     def __init__(self, engine: Engine, tensors: Mapping[str, Any], device: int | None) -> None:
-        wanted = [row for row in engine.tensors if row.memory == "inputs"]
-        missing = [row.name for row in wanted if row.name not in tensors]
+        rows = [row for row in engine.tensors if row.memory == "inputs"]
+        missing = [row.name for row in rows if row.name not in tensors]
         if missing:
             more = f", and {len(missing) - 1} more" if missing[1:] else ""
             raise _unlike(f"tensor {missing[0]!r} is missing{more}")
-        self.by_name = {row.name: tensors[row.name] for row in wanted}
+        self.by_name = {row.name: tensors[row.name] for row in rows}
         self.library = library_of(next(iter((*self.by_name.values(), *tensors.values())), None))
         self.device = device
         places: list[int | None] = [None] * len(engine.spans)
-        for row in wanted:
+        for row in rows:
             address = self._address(row)
             position = span_of_tensor(engine, row)
             assert position is not None  # `check_engine` has looked
@@ -264,10 +257,10 @@ class _Tensors:
             places[position] = base
         self.bases = [0 if place is None else place for place in places]  # a span without a tensor: nothing refers to it
         self.device = self.device or 0
-        self._check_places(engine, wanted)
+        self._check_places(engine, rows)
 
     def _address(self, row: EngineTensor) -> int:
-        """The address of the caller's tensor, laid out as `row` says and on the same GPU as the others."""
+        """The address of the caller's tensor, checked against `row` and the common device."""
         name = repr(row.name)
         try:
             value = self.library.writable(self.by_name[row.name], row.name)
@@ -276,8 +269,8 @@ class _Tensors:
             raise _unlike(f"tensor {name} cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
         if device is None or device < 0 or (self.device is not None and device != self.device):
             where = "the CPU" if device is None else f"GPU {device}" if device >= 0 else "another device"
-            wanted = "a GPU" if self.device is None else f"GPU {self.device}"
-            raise _unlike(f"tensor {name}: expected one on {wanted}, got one on {where}")
+            place = "a GPU" if self.device is None else f"GPU {self.device}"
+            raise _unlike(f"tensor {name}: expected one on {place}, got one on {where}")
         self.device = device
         steps = dense(shape) if strides is None else tuple(strides)
         if (dtype, tuple(shape)) != (row.dtype, row.shape) or moving(shape, steps) != moving(row.shape, row.strides):
@@ -285,9 +278,8 @@ class _Tensors:
             raise _unlike(f"tensor {name}: expected {expected}, got {got}")
         return address
 
-    def _check_places(self, engine: Engine, wanted: list[EngineTensor]) -> None:
-        """Spans lie at multiples of their alignment, and apart."""
-        names = {span_of_tensor(engine, row): row.name for row in reversed(wanted)}
+    def _check_places(self, engine: Engine, rows: list[EngineTensor]) -> None:
+        names = {span_of_tensor(engine, row): row.name for row in reversed(rows)}
         last, owner = 0, ""
         for base, position in sorted((self.bases[position], position) for position in names if position is not None):
             row, name = engine.spans[position], names[position]
@@ -346,7 +338,7 @@ def _free(context: Context, cleanup: ExitStack) -> None:
 
 
 def _moves(engine: Engine, bases: list[int], size: int) -> list[Move]:
-    """Every span with the bytes up to the next one: an address one past the end of a tensor moves with it."""
+    """Each span extends to the next one: an address one past the end of a tensor moves with it."""
     ends = [*[row.offset for row in engine.spans[1:]], size]
     return [
         Move(memory=INPUTS, begin=row.offset, end=end, to=ABSOLUTE, offset=base)

@@ -1,10 +1,7 @@
-"""A session of a cuda bundle on one GPU: its memories and stream, its programs bound to them, and the order of its calls.
-
-Everything is enqueued in the order of the caller's stream, or of the backend's own.  Nothing waits but host steps, copies to memory
-of the CPU, and copies from its pageable memory.  Calls on different streams are put in order by events.  Any thread may call: the
-context is made current for the call and taken away again.  A device pointer must be readable by this GPU, and ready in the order of
-the stream.
-"""
+"""A session of a cuda bundle on one GPU: memories, stream, bound programs, and the order of calls. Work is enqueued in the order of
+the caller's stream, or the backend's own. Only host steps, copies to CPU memory, and copies from pageable memory wait. Events order
+calls on different streams. Any thread may call: the context is current during the call. Device pointers must be readable by this
+GPU, and ready in stream order."""
 
 from __future__ import annotations
 
@@ -33,37 +30,28 @@ from .programs import Executors, Programs, static_buffers
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ..call.fast_path import Caller
+    from ..call.outputs import Caller
     from ..call.profile import Profile
     from ..format.schema import Manifest
     from ..weights.update import Contents, OpenFile
     from .host_steps import HostSteps
 
-SHARED = (WEIGHTS, KERNEL_CODE, PEER)
-"""Memories that belong to no session alone."""
-
+SHARED = (WEIGHTS, KERNEL_CODE, PEER)  # memories that no session owns
 EAGER = 1
-"""Programs whose graphs are built before a load returns, where nothing else is asked for: the first answer needs one.  Of a GPT of
-three keys, one instead of all takes 11 to 18 ms off 340 to 400 (tests/gpu/REPORT.md); all of 64 would take as long as all the
-rest."""
+"""Programs whose graphs are built before a load returns, by default. For a GPT of three keys, one instead of all saves 11 to 18 ms
+of 340 to 400 (tests/gpu/REPORT.md); all of 64 would take as long as the rest of the load."""
 
 HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
 SIZED = "outputs whose sizes depend on data, which this bundle has, are waited for: a CUDA graph cannot"
 
 
 class CudaBackend:
-    """Runs the programs of a cuda bundle on GPU number `device`.
-
-    `mode`: "graph" replays each recording as one CUDA graph, "stream" launches its rows one by one.  `context`: one that the caller
-    has made, or that is being made; it belongs to the backend from then on.  `poison`: a byte that fills the arena, memory `host`,
-    and all bytes of parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its
-    first call; None: the first EAGER programs now, the others in the background, or at a call that comes before.  `threads`: how
-    many the operations on the host use, None for OpenMP's own number.  `peer`: where memory peer lies, for a bundle that has one;
-    the caller's to free.  `rows`: of state, by its dimensions.
-
-    Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid and
-    file-damaged; nothing is left on the GPU then.
-    """
+    """Runs the programs of a cuda bundle on GPU `device`. `mode`: "graph" or "stream" (row by row). `context`: of the caller or
+    being created; the backend owns it. `poison` fills the arena, memory `host` and undefined parameter bytes, which results must
+    not depend on. `lazy`: bind programs at their first call; None: the first EAGER ones now, others in the background or at a call.
+    `threads` of host operations. `peer`: address of memory peer, which the caller frees. `rows` of state by dimension. Raises
+    library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid, file-damaged, and
+    then leaves nothing on the GPU."""
 
     def __init__(
         self,
@@ -82,17 +70,16 @@ class CudaBackend:
 
     @property
     def manifest(self) -> Manifest:
-        """The bundle's, with as many rows of state as there are."""
+        """The bundle's, with the actual rows of state."""
         return self._manifest
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the kernel images that every session loads for itself."""
         return self._shared.code_bytes
 
     def session(self) -> CudaBackend:
-        """A further session: memories, stream and graphs of its own, the same weights and kernels.  One thread at a time may use
-        it, another one raises SessionBusy.  Whichever is closed last gives back what they share."""
+        """Another session: own memories, stream and graphs, same weights and kernels. A second thread raises SessionBusy. The last
+        session to close frees what they share."""
         self._check_fork()
         with self._shared.updating:
             with self.gate:
@@ -103,7 +90,7 @@ class CudaBackend:
         return session
 
     def _start(self, shared: DeviceBundle, *, alone: bool, lazy: bool | None) -> None:
-        """Begins with one share of what sessions share, which is given back where this fails."""
+        """Owns one share of the DeviceBundle, released on failure."""
         self._lock = ExclusiveLock(shared.manifest.name, alone=alone, updates=shared.updating)
         self.gate, self._forks, self._left = self._lock.inner, FORKS.number, False
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
@@ -161,7 +148,6 @@ class CudaBackend:
 
     @property
     def turn(self) -> AbstractContextManager[None]:
-        """Holds the memories for one call."""
         return self._lock.turn
 
     @property
@@ -169,8 +155,8 @@ class CudaBackend:
         return self._lock.closed
 
     def begin(self, stream: int | None) -> Any:
-        """Makes the context current.  What is enqueued on the stream until `end`, by whomever, comes after the call before and
-        before the next one.  An interrupt right here may leave the context current, which is the one that other libraries use."""
+        """Makes the context current. Work on the stream until `end` runs after the previous call and before the next one. An
+        interrupt here may leave the context current, which is the one that other libraries use."""
         error = cu.cuCtxPushCurrent(self._context_handle)
         if error:
             driver.check("cuCtxPushCurrent", error)
@@ -181,7 +167,6 @@ class CudaBackend:
             raise
 
     def end(self, stream: Any) -> None:
-        """Gives the context back."""
         try:
             self.order.end(stream)
         finally:
@@ -193,9 +178,8 @@ class CudaBackend:
         return locked(self, stream)
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
-        """Replays, and copies back to the caller's memory the inputs that the model writes to, in the order of the stream.  Inputs
-        of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for.  Those that are outputs of the
-        entries that `Manifest.donations` name are read where they lie."""
+        """Replays, and copies mutated inputs back, in stream order. Inputs on the CPU (device None) are copied to the GPU and
+        outputs back, and the copies waited for. Donated outputs of other entries are read in place."""
         if device is None and caller_captures():
             text = "inputs on the CPU cannot become part of the CUDA graph that is being captured"
             raise CallError("capture-refused", text, "pass tensors of the GPU")
@@ -214,7 +198,7 @@ class CudaBackend:
         return bound.results
 
     def fast_path(self, program: int, caller: Caller) -> Callable[..., Any] | None:
-        """`begin`, `run` and `end` in one piece.  None for a program that is not bound, writes to inputs, or is being profiled."""
+        """None for a program that is not bound, writes to inputs, or is being profiled."""
         bound = self._bound.get(program)
         if bound is None or bound.written or not bound.steps or self._programs.watched:
             return None
@@ -223,18 +207,16 @@ class CudaBackend:
         return fast_path(self._lock, self._forks, self._programs, program, self.order, self._context, caller)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
-        """Copies bytes of the GPU's, in the order of the stream."""
         error = cu.cuMemcpyDtoDAsync(target, source, size, stream)
         if error:
             driver.check("cuMemcpyDtoDAsync", error)
 
     def buffers(self, program: int) -> tuple[list[int], object]:
-        """The addresses of the program's static input buffers, and what owns tensors over them."""
         with self.turn:  # which raises where this was closed
             return [address for address, _ in static_buffers(self._shared.programs[program], self._memories)], self
 
     def copy_out(self, address: int, size: int, stream: int | None) -> Output:
-        """A copy of GPU memory that the next replay leaves alone, in the order of the stream."""
+        """A copy of GPU memory that replays do not change, in stream order."""
 
         def copied(handle: Any) -> Output:
             output = Output(self._context, size, handle)
@@ -244,8 +226,7 @@ class CudaBackend:
         return during(self, stream, copied)
 
     def populate(self) -> None:
-        """Of weights on the GPU nothing is left to do; of those that the host's operations read.  Programs over inputs that lie
-        where other calls leave them, which `lazy` put off, are built."""
+        """Loads weights of host operations, and builds deferred programs over donated inputs."""
         if self._shared.hosted is not None:
             self._shared.hosted.populate()
         if self._lazy and self._shared.donated:
@@ -257,8 +238,7 @@ class CudaBackend:
                 pass
 
     def steps(self, program: int) -> Sequence[Callable[[Any], None]]:
-        """What a replay of the program runs between its inputs and its outputs, functions of a stream: for measurements, inside of
-        `locked`."""
+        """The steps of a replay between inputs and outputs, functions of a stream: for measurements inside `locked`."""
         return (self._bound.get(program) or self._programs.first_used(program, self.order.default)).steps
 
     def watch(self, profile: Profile | None) -> None:
@@ -269,8 +249,7 @@ class CudaBackend:
             self._programs.watch(profile)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
-        """Overwrites the arena, and with it outputs of earlier calls, and memory `host`: a sound replay reads nothing there that it
-        has not written itself.  `reserved`: also what is reserved for outputs that a later call takes."""
+        """Overwrites the arena (and outputs of earlier calls in it) and memory `host`; `reserved`: also donated outputs."""
         spared = [] if reserved else [(row.offset, row.offset + row.bytes) for row in self._manifest.donated]
         during(self, None, lambda handle: self._memories.poison(byte, handle, spared))
 
@@ -278,21 +257,18 @@ class CudaBackend:
 
     @property
     def owner(self) -> object:
-        """Keeps nothing: memory of the GPU is given back when the session is closed."""
+        """Keeps nothing alive: closing the session frees GPU memory."""
         return self
 
     def address(self, weight: int, stream: Any = None) -> int:
-        """Where a weight lies on the GPU, of memory weights or state."""
         row = self._manifest.weights[weight]
         return self._memories.address(row.memory, row.offset)
 
     def fetch(self, weight: int, stream: Any) -> bytes:
-        """A weight's bytes, in the order of memory; waits for them."""
         return self.read(self.address(weight), self._size(weight), stream)
 
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
-        """Copies to a weight as many bytes as it has; from memory of the CPU (None), which may be pinned and the caller's to change
-        again, before this returns."""
+        """From CPU memory (None), which may be pinned and change afterwards, the copy is complete on return."""
         place, size = self.address(weight), self._size(weight)
         if device is not None:
             memory.copy(place, address, size, stream)
@@ -323,13 +299,11 @@ class CudaBackend:
         return self._shared.updated
 
     def write(self, address: int, data: bytes, stream: Any) -> None:
-        """Copies bytes to the GPU."""
         buffer = ctypes.create_string_buffer(data, max(1, len(data)))
         memory.copy(address, ctypes.addressof(buffer), len(data), stream, source_on_device=False)
         driver.call("cuStreamSynchronize", stream)
 
     def read(self, address: int, size: int, stream: Any) -> bytes:
-        """Bytes of the GPU; waits for them."""
         buffer = ctypes.create_string_buffer(max(1, size))
         memory.copy(ctypes.addressof(buffer), address, size, stream, target_on_device=False)
         driver.call("cuStreamSynchronize", stream)
@@ -342,9 +316,9 @@ class CudaBackend:
         self._fill_state(stream)
 
     def close(self) -> None:
-        """Waits for what runs and gives back what is the session's own, and with the last session the rest, but Outputs not freed
-        yet; they keep the context.  Closing twice does nothing, nor does closing in a forked process.  Behind a call of
-        this very thread nothing is given back before it is closed once more, or forgotten."""
+        """Waits for running work and frees the session, with the last session also what they share. Unfreed Outputs keep the
+        context. Does nothing twice or in a forked process. Inside a call of this thread nothing is freed until the next close, or
+        collection."""
         if self._context.inherited:
             return
         self._lock.end()
@@ -371,14 +345,14 @@ class CudaBackend:
             pass
 
     def _fill_state(self, stream: Any) -> None:
-        """Puts the initial contents that are no zeros into memory state, in the order of the stream."""
+        """Copies initial contents other than zeros into memory state, in stream order."""
         for row in () if self._shared.initial is None else self._shared.initial.rows:
             if row.source:
                 place = self._memories.address(STATE, row.offset)
                 memory.copy(place, row.source, row.size, stream, source_on_device=False)
 
     def _check_fork(self) -> None:
-        """Before any lock is waited for: who held it when the process was forked never lets it go."""
+        """Checked before waiting for a lock, whose holder may be gone after a fork."""
         if self._forks != FORKS.number:
             raise forked(self._manifest.name)
 
@@ -392,7 +366,7 @@ class CudaBackend:
         return span(row)
 
     def _rest(self) -> Iterator[None]:
-        """Binds what is not bound yet, a program at a step; calls come between them.  Ends when this is closed."""
+        """Binds the remaining programs, one per step, between calls, until this is closed."""
         for number, elsewhere in self._programs.unbound():
             with self.gate:
                 if self.closed:

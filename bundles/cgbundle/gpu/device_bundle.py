@@ -1,4 +1,4 @@
-"""What the sessions of a bundle have in common on one GPU: the context, memory weights, kernel images."""
+"""What the sessions of a bundle share on one GPU: context, memory weights, kernel images."""
 
 from __future__ import annotations
 
@@ -23,20 +23,14 @@ from ..weights.reads import Piece
 from ..weights.upload import Upload, listed
 
 if TYPE_CHECKING:
-    from ..weights.host import HostWeights, InitialState
-    from ..weights.state_rows import Relocation
+    from ..weights.host import HostWeights, InitialState, Relocation
 
 
 class DeviceBundle:
-    """A bundle on GPU number `device`; `context`, `mode`, `poison`, `threads`, `peer` and `rows` as for `CudaBackend`, as is what
-    it raises.
-
-    It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
-    makes graphs or loads modules holds `lock`, whoever changes the weights, or makes a session over them, `updating`.  `hosted`:
-    where the weights lie that host regions read, None where there are none.  `programs` are those of all entries, `entries` the
-    entry of each, `shared_files` the recordings that several of their steps are, and `donated` where inputs of theirs
-    may lie: see `donated_places`.  `relocation`: of state that does not lie where the recordings have it.
-    """
+    """A bundle on GPU `device`; parameters and errors as for `CudaBackend`. It has one share, more by `retain`; the last `release`
+    frees it. Hold `lock` to make graphs or load modules, `updating` to change weights or create a session over them. `hosted`:
+    weights of host regions, or None. `programs` of all entries, `entries` the entry of each, `shared_files` recordings of several
+    steps, `donated` places of donated inputs (see `donated_places`), `relocation` of state that was moved."""
 
     def __init__(
         self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | ContextFuture | None,
@@ -73,7 +67,7 @@ class DeviceBundle:
             self.context = context
             self.relocation: Relocation | None = None
             if manifest.state_dimensions:
-                from ..weights.state_rows import Relocation, gpu_room, resized  # few bundles have any
+                from ..weights.host import Relocation, gpu_room, resized  # few bundles have any
 
                 with context:
                     self.manifest = resized(manifest, rows, gpu_room(free_bytes(), dict(manifest.memories)))
@@ -105,8 +99,8 @@ class DeviceBundle:
         cleanup.callback(self._modules.close)
 
     def modules(self, memories: Memories, cleanup: ExitStack) -> Modules:
-        """The kernel images for a session: the same for all but those with variables that kernels may write, which each session
-        loads for itself: kernels of two sessions run at once."""
+        """The kernel images for a session; those with variables that kernels may write are loaded for each session, because
+        sessions run concurrently."""
         if not self._states:
             return self._modules
         modules = Modules(self.bundle, self._states, memories, self._modules)
@@ -144,11 +138,8 @@ def _host_weights(bundle: Archive) -> HostWeights:
 
 
 def donated_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
-    """By program and position of an input: where outputs of other entries lie that it may be, as the program that makes one by
-    offset in memory arena.
-
-    An output of the same entry is none: the call that takes it writes over it, so it is copied in.
-    """
+    """By program and input position: donated outputs of other entries, as source program by offset in memory arena. Outputs of the
+    same entry are copied, because the call overwrites them."""
     programs = all_programs(manifest)
     places: dict[int, dict[int, dict[int, int]]] = {}
     for donation, source, target in donating_programs(manifest):
@@ -162,7 +153,7 @@ def donated_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
 
 
 def check_driver(target: Target) -> None:
-    """Raises wrong-machine, process-forked or driver-too-old unless there is a driver, and one new enough."""
+    """Raises wrong-machine, process-forked or driver-too-old."""
     if target.kind != "cuda":
         raise MachineError("wrong-machine", f"the bundle is for the {target.kind} target, not for a GPU")
     try:
@@ -184,7 +175,7 @@ def check_driver(target: Target) -> None:
 
 
 def check_device(target: Target, context: Context) -> None:
-    """Raises wrong-architecture unless the GPU is of the architecture whose machine code the bundle holds."""
+    """Raises wrong-architecture unless the GPU can run the bundle's machine code."""
     if context.arch != target.arch.rstrip("af"):
         raise MachineError(
             "wrong-architecture",
@@ -194,5 +185,4 @@ def check_device(target: Target, context: Context) -> None:
 
 
 def _version(number: int) -> str:
-    """13000 as "13.0"."""
     return f"{number // 1000}.{number % 1000 // 10}"

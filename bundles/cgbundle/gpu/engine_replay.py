@@ -1,10 +1,6 @@
-"""The fresh process that verifies `cgcompile.save_graphs`: it opens the memory of the engine's tensors, at other addresses,
-and replays the bundle's graphs over it.  `python -m cgbundle.gpu.engine_replay BUNDLE PLAN`, where PLAN is a file with a `Plan` in
-JSON.
-
-The engine waits meanwhile.  What the graphs must not depend on is poisoned: their own memory, and bytes of parameters that no
-kernel reads.
-"""
+"""The fresh process that verifies `cgcompile.save_graphs`: opens the memory of the engine's tensors at other addresses, and replays
+the bundle's graphs over it while the engine waits. `python -m cgbundle.gpu.engine_replay BUNDLE PLAN`, PLAN being a `Plan` in JSON.
+The graphs' own memory and undefined bytes of parameters are poisoned."""
 
 from __future__ import annotations
 
@@ -24,21 +20,15 @@ from ..tensors.tensor import Tensor
 from ..validate.engine import span_of_tensor
 from .attached import attach_poisoned
 
-POISON = 0xA5
-"""The byte that fills memory whose contents no replay may depend on."""
-
-LAZY_PEER_ACCESS = 1
-"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag that opening another process's memory has."""
-
-Place = tuple[str, int, int]
-"""Memory, as the name of a tensor, its offset in bytes from that tensor, and its size in bytes."""
+POISON = 0xA5  # fills memory that no replay may depend on
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, required to open another process's memory
+Place = tuple[str, int, int]  # (name of a tensor, offset in bytes from it, size in bytes)
 
 
 class Plan(NamedTuple):
-    """`spans`: for every span of the engine, the handle of its allocation in hexadecimal, the offset in that allocation, and the
-    address in the engine's process.  `contents`: what the graphs' own memory holds before the replays, as places with offsets in
-    `file`.  `graphs`: for every graph, what is written before it, as places with offsets in `file`; and the places that it changes,
-    with the SHA-256 of their bytes afterwards."""
+    """`spans`: (handle of the allocation in hexadecimal, offset in it, address in the engine's process). `contents`: initial
+    contents of the graphs' own memory, as places with offsets in `file`. `graphs`: for each graph, what is written before it, and
+    the places that it changes, with the SHA-256 of their bytes afterwards."""
 
     device: int
     spans: list[tuple[str, int, int]]

@@ -1,4 +1,4 @@
-"""The fast path of a program: the backend's part of a call in one piece."""
+"""The backend's part of a call on the fast path, in one function."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..cuda.stream_order import StreamOrder
 from .programs import BoundProgram, Programs
 
 if TYPE_CHECKING:
-    from ..call.fast_path import Caller
+    from ..call.outputs import Caller
 
 
 def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:
-    """Launches a program's steps, in the order of a stream, and gives what the call gives."""
+    """Launches a program's steps in stream order, and returns the result of the call."""
     steps, copying, finish, fresh = bound.steps, bound.copying, caller.finish, caller.fresh
     launch = steps[0]
 
@@ -42,10 +42,8 @@ def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:
 def fast_path(
     lock: ExclusiveLock, forks: int, programs: Programs, number: int, order: StreamOrder, context: Context, caller: Caller
 ) -> Callable[[list[int], Sequence[Any]], Any]:
-    """`Backend.fast_path` for a program that is bound and writes to no input, of the session of `lock`.
-
-    `forks`: the number of `FORKS` when it was loaded.  Every microsecond of such a call is measured: it takes a `Turn` apart.
-    """
+    """`Backend.fast_path` for a bound program that writes to no input, in the session of `lock`. `forks`: `FORKS.number` at load.
+    Every microsecond counts, so a `Turn` is used by its parts."""
     bound = programs.ready[number]
     inputs, device, current_context = bound.inputs, context.index, context.handle
     stream, counts, finish, run = caller.stream, caller.counts, caller.finish, _launched(bound, caller)

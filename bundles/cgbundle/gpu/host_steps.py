@@ -1,8 +1,6 @@
-"""Host steps: regions of the graph that the CPU computes between two steps of the GPU, without torch being imported.
-
-A host step reads and writes memory `host`, one pinned buffer: copy steps bring its inputs there and take its outputs on.  The
-calling thread waits for the stream first: the inputs have come then, and no earlier copy still reads what is overwritten.
-"""
+"""Host steps: regions that the CPU computes between steps of the GPU. They read and write memory `host`, one pinned buffer; copy
+steps move values. The calling thread first waits for the stream: then inputs have arrived, and no copy still reads what is
+overwritten."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Place(NamedTuple):
-    """An output: where it belongs, its bytes, and the layout that its tensor must have (as `LibTorch.layout` gives it)."""
+    """The place of an output, its bytes, and its required layout (as of `LibTorch.layout`)."""
 
     address: int
     bytes: int
@@ -34,8 +32,8 @@ class _Place(NamedTuple):
 
 
 class HostSteps:
-    """The host regions of a bundle, each loaded at its first use; their constants are used in place, where the `weights`
-    lie (None where no region has any).  Raises library-missing or library-refused without torch's shared libraries."""
+    """The host regions of a bundle, loaded on first use, with constants in place in `weights` (None without constants). Raises
+    library-missing, library-refused."""
 
     def __init__(self, bundle: Archive, weights: HostWeights | None, memories: Memories, threads: int | None = None) -> None:
         self._bundle, self._manifest, self._weights, self._memories = bundle, bundle.manifest, weights, memories
@@ -43,11 +41,8 @@ class HostSteps:
         self._regions: dict[int, HostRegion] = {}
 
     def step(self, program: Program, step: Step) -> Callable[[Any], None]:
-        """A host step of the program, as a function of the stream: returns when the outputs are in their places.
-
-        Raises library-refused, weights-invalid.  The step raises as `HostRegion.run`, library-refused where the shared object gives
-        a tensor that is not laid out as the manifest says, and driver-failed where work of the stream failed.
-        """
+        """A host step as a function of the stream, complete on return. Raises library-refused, weights-invalid. The step raises as
+        `HostRegion.run`, library-refused for a tensor with another layout than the manifest's, driver-failed."""
         where, torch = self._manifest.regions[step.region].file, self._torch
         region = self._region(step.region)
         region.check_counts(len(step.inputs), len(step.outputs))
@@ -72,7 +67,7 @@ class HostSteps:
         return call
 
     def over(self, weights: HostWeights) -> dict[int, HostRegion]:
-        """The regions that are loaded, once more, over other weights."""
+        """New instances of the loaded regions over other weights."""
         opened: dict[int, HostRegion] = {}
         try:
             for index in self._regions:
@@ -84,7 +79,7 @@ class HostSteps:
         return opened
 
     def take(self, regions: dict[int, HostRegion], weights: HostWeights) -> None:
-        """Runs these from now on, which `over` made, and closes those before; no step runs meanwhile."""
+        """Replaces the regions by those of `over`, and closes the old ones, while no step runs."""
         before = list(self._regions.values())
         self._regions.update(regions)
         self._weights = weights
@@ -92,7 +87,6 @@ class HostSteps:
             region.close()
 
     def close(self) -> None:
-        """Closes the regions; no step may run any more."""
         with ExitStack() as closing:
             for region in self._regions.values():
                 closing.callback(region.close)
@@ -115,7 +109,6 @@ class HostSteps:
 
 
 def _take(torch: libtorch.LibTorch, handle: int, place: _Place, where: str) -> None:
-    """Copies a tensor of the region's to its place."""
     layout = torch.layout(handle)
     if layout != place.layout:
         check_layout(layout, place.layout[0], place.value, f"{where}: an output")

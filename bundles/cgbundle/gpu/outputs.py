@@ -1,4 +1,4 @@
-"""Outputs of a replay on a GPU, and copies between the host and the GPU."""
+"""Outputs of a replay on a GPU, and copies between host and GPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from .threaded_copies import ThreadedCopies  # few inputs are so large
 
 LARGE = 16 << 20
-"""Bytes from which on threads copy from and to the host: of 13 MB they were no faster than the driver, of 100 MB twice as fast."""
+"""Bytes from which threads copy: 13 MB were not faster than by the driver, 100 MB twice as fast."""
 
 
 class DeviceOutputs:
-    """Outputs in the program's own GPU memory, the same after every replay; it owns the tensors over them."""
+    """Outputs in the program's GPU memory, at fixed addresses."""
 
     static = True
 
@@ -29,13 +29,11 @@ class DeviceOutputs:
     def transfer_ownership(self, index: int) -> None:
         """None: the next replay writes there."""
 
-    def release(self) -> None:
-        """Nothing: they stay."""
+    def release(self) -> None: ...
 
 
 class HostOutputs:
-    """Outputs copied to memory of the CPU that lives as long as this object; of much of it huge pages, each made when it is first
-    written to, by whichever thread that is."""
+    """Outputs copied to CPU memory that lives as long as this object; large ones in huge pages, allocated on first use."""
 
     device: int | None = None
     static = False
@@ -45,11 +43,9 @@ class HostOutputs:
         self.addresses: Sequence[int] = [ctypes.addressof(room) for room in self._memory]
 
     def transfer_ownership(self, index: int) -> object:
-        """Each has memory of its own."""
         return self._memory[index]
 
-    def release(self) -> None:
-        """Nothing: the memory goes with this object."""
+    def release(self) -> None: ...
 
 
 def _room(size: int) -> ctypes.Array[ctypes.c_char]:
@@ -58,24 +54,24 @@ def _room(size: int) -> ctypes.Array[ctypes.c_char]:
 
 
 class HostCopies:
-    """Copies between the host and the GPU; large ones by threads.  Raises driver-failed."""
+    """Copies between host and GPU, large ones by threads. Raises driver-failed."""
 
     __slots__ = ("_cleanup", "_context", "_threaded")
 
     def __init__(self, context: Context, cleanup: ExitStack) -> None:
-        """`cleanup` gives back what large copies pin."""
+        """`cleanup` frees what large copies pin."""
         self._context, self._cleanup = context, cleanup
         self._threaded: ThreadedCopies | None = None
 
     def to_device(self, target: int, source: int, size: int, stream: Any) -> None:
-        """In the order of the stream, as `memory.copy`: pageable memory has been read when this returns."""
+        """In stream order, as `memory.copy`: pageable memory has been read on return."""
         if size < LARGE:
             memory.copy(target, source, size, stream, source_on_device=False)
         else:
             self._large().to_device(target, source, size, stream)
 
     def to_host(self, target: int, source: int, size: int, stream: Any) -> None:
-        """In the order of the stream, as `memory.copy`: all is there when the stream has been synchronized."""
+        """In stream order, as `memory.copy`: complete after the stream is synchronized."""
         if size < LARGE:
             memory.copy(target, source, size, stream, target_on_device=False)
         else:

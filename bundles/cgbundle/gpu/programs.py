@@ -1,4 +1,4 @@
-"""The programs of a session: each bound to the addresses of its memories when it is first needed, and replayed by calls."""
+"""The programs of a session, each bound to memory addresses when first needed."""
 
 from __future__ import annotations
 
@@ -30,19 +30,14 @@ if TYPE_CHECKING:
 
 INPUTS = "inputs"
 
-ALIGNMENT = 256
-"""Bytes.  What was recorded is right for static buffers, which are aligned so, and for inputs elsewhere that are."""
-
-Places = tuple[tuple[int, int], ...]
-"""Inputs that a launch reads where another entry's call has left them: (position, offset in memory arena), by position."""
+ALIGNMENT = 256  # bytes: recordings are valid for static buffers, and for other inputs with this alignment
+Places = tuple[tuple[int, int], ...]  # donated inputs that a launch reads in place: (position, offset in memory arena)
 
 
 class Input:
-    """An input of a program: `size` bytes that its launches read `at` an address, which is its static buffer's, `target`, at first.
-
-    `words` are the parameters of `readers` that stand for it: they are set where that is cheaper than a copy, and right.  `written`
-    are the session's memories that launches write to, (begin, end): what lies there is copied, as it was before the launch.
-    """
+    """An input of `size` bytes that launches read `at` an address, at first its static buffer `target`. `words`: parameters of
+    `readers` for it, set if that is cheaper than a copy and valid. `written`: (begin, end) memories that launches write; inputs
+    inside are copied before the launch."""
 
     __slots__ = ("_readers", "_words", "_written", "at", "size", "target")
 
@@ -54,7 +49,6 @@ class Input:
         self.size, self._readers, self._words, self._written = size, readers, words, written
 
     def take(self, address: int, stream: Any) -> None:
-        """The next launch reads what lies at `address` of the GPU."""
         if self._readers and not address % ALIGNMENT and not any([begin <= address < end for begin, end in self._written]):
             self._set(address)
             return
@@ -65,7 +59,6 @@ class Input:
                 check("cuMemcpyDtoDAsync", error)
 
     def restore(self) -> None:
-        """The next launch reads what lies in the static buffer."""
         if self.at != self.target:
             self._set(self.target)
 
@@ -79,10 +72,9 @@ class Input:
 
 
 class Executors(dict[tuple[str, tuple[Move, ...]], "GraphExecutor | StreamExecutor"]):
-    """The recordings that are ready, by the file of their table, and what lies elsewhere for them."""
+    """Executors by file of the table and by moves of memory."""
 
     def close(self) -> None:
-        """Gives the driver's objects back, the others' too when one fails."""
         with ExitStack() as closing:
             for executor in {id(executor): executor for executor in self.values()}.values():
                 closing.callback(executor.close)
@@ -90,12 +82,9 @@ class Executors(dict[tuple[str, tuple[Move, ...]], "GraphExecutor | StreamExecut
 
 
 class BoundProgram(NamedTuple):
-    """A program with its addresses.  `results`: its outputs; `sizes`: their bytes from the first to the last.
-
-    `steps` are functions of the stream in whose order they work; `joins` the same on a stream that is being captured.  `written`:
-    (position, address, bytes) of the mutated inputs, which go back to the caller.  `copying`: all steps in one launch, which copies
-    the outputs too.  `donated`: by position of an input, where outputs lie that it may be, as offset in memory arena by address.
-    """
+    """A program with its addresses. `results`: outputs; `sizes`: their bytes. `steps`: functions of a stream; `joins`: the same for
+    a captured stream. `written`: (position, address, bytes) of mutated inputs. `copying`: all steps in one launch that also copies
+    outputs. `donated`: by input position, offset in memory arena by address of a donated output."""
 
     inputs: list[Input]
     steps: list[Callable[[Any], None]]
@@ -107,7 +96,6 @@ class BoundProgram(NamedTuple):
     copying: CopyingLaunch | None
 
     def replay(self, addresses: Sequence[int], stream: Any) -> None:
-        """Replays on inputs at addresses of the GPU, in the order of the stream."""
         for address, place in zip(addresses, self.inputs):  # noqa: B905  as many: checked at every call it costs 0.1 us
             if address != place.at:
                 place.take(address, stream)
@@ -115,7 +103,7 @@ class BoundProgram(NamedTuple):
             step(stream)
 
     def join(self, addresses: Sequence[int], stream: Any) -> None:
-        """Adds the call to a caller's capture, which outlasts the caller's tensors: the inputs are copied."""
+        """Adds the call to a caller's capture. Inputs are copied, because the capture outlives them."""
         for address, place in zip(addresses, self.inputs, strict=True):
             if address != place.target:
                 memory.copy(place.target, address, place.size, stream)
@@ -123,7 +111,7 @@ class BoundProgram(NamedTuple):
             step(stream)
 
     def replay_from_host(self, addresses: Sequence[int], copies: HostCopies, stream: Any, *, captured: bool) -> HostOutputs:
-        """Replays on inputs of the CPU: they are copied to the GPU, the outputs back, and all copies waited for."""
+        """Replays on inputs on the CPU: copies them to the GPU and the outputs back, and waits."""
         for address, place in zip(addresses, self.inputs, strict=True):
             place.restore()
             copies.to_device(place.target, address, place.size, stream)
@@ -141,12 +129,9 @@ class BoundProgram(NamedTuple):
 
 
 class Programs:
-    """By number, the programs of `shared` over a session's memories.  The context must be current.
-
-    `ready`: those that are bound.  `late`: a call may come before its program is bound; it is refused inside a capture then, where
-    binding cannot be.  `copy_out` as `DeviceOutputs` has it.  Raises table-invalid, file-damaged, driver-failed, OutOfMemory,
-    and as `HostSteps.step`.
-    """
+    """The programs of `shared` over a session's memories, by number. `ready`: bound ones. `late`: a call may come before its
+    program is bound, and is refused inside a capture. `copy_out` as for `DeviceOutputs`. Needs the current context. Raises
+    table-invalid, file-damaged, driver-failed, OutOfMemory, and as `HostSteps.step`."""
 
     def __init__(
         self, shared: DeviceBundle, memories: Memories, modules: Modules, executors: Executors, host: HostSteps | None,
@@ -162,11 +147,9 @@ class Programs:
 
     @property
     def watched(self) -> bool:
-        """Whether a profile watches."""
         return self._clock is not None
 
     def bind(self, numbers: Iterable[int]) -> None:
-        """Binds programs, for calls to find."""
         for number in numbers:
             bound = self._bound(number)
             if self._clock is not None:
@@ -174,31 +157,30 @@ class Programs:
             self.ready[number] = bound
 
     def bind_donated(self) -> None:
-        """Binds every program over all that it may be donated by one program of another entry; other mixtures when a call has
-        one."""
+        """Binds every program over all inputs that one program of another entry may donate; other combinations at their first
+        call."""
         for number, places in self._donations():
             self.bind_one(number, places)
 
     def unbound(self) -> list[tuple[int, Places]]:
-        """All that can be bound before calls need it, for `bind_one`."""
+        """Arguments of `bind_one` for programs that can be bound before a call."""
         return [*[(number, ()) for number in range(len(self._shared.programs))], *self._donations()]
 
     def bind_one(self, number: int, places: Places) -> None:
-        """Binds the program if it is not bound yet."""
         if places and (number, places) not in self._elsewhere:
             self._bind_elsewhere(number, places)
         elif not places and number not in self.ready:
             self.bind((number,))
 
     def first_used(self, number: int, stream: Any) -> BoundProgram:
-        """A program that no call has used yet.  Raises capture-refused inside a capture, where the caller has asked for that."""
+        """A program at its first use. Raises capture-refused inside a caller's capture."""
         self._refuse_late(number, stream)
         with Relaxed():
             self.bind((number,))
         return self.ready[number]
 
     def over_donated(self, number: int, bound: BoundProgram, addresses: Sequence[int], stream: Any) -> BoundProgram:
-        """The program over those of its inputs that lie where another entry's call has left them; raises as `first_used`."""
+        """The program with donated inputs in place. Raises as `first_used`."""
         offsets = [(position, places.get(addresses[position], -1)) for position, places in bound.donated]
         places = tuple([place for place in offsets if place[1] >= 0])
         if not places:
@@ -211,7 +193,7 @@ class Programs:
         return known
 
     def watch(self, profile: Profile | None) -> None:
-        """Times the steps of every program for a profile from now on; None ends it, and adds what is still missing there."""
+        """Times the steps for a profile; None ends it, and adds missing times."""
         if self._clock is not None:
             self._clock.settle()
             self.ready.update(self._unwatched)
@@ -225,7 +207,6 @@ class Programs:
                 self._unwatched[number], self.ready[number] = bound, self._timed(number, bound)
 
     def clear(self) -> None:
-        """Ends what watches, and forgets every program."""
         self.watch(None)
         self.ready.clear()
 
@@ -251,7 +232,6 @@ class Programs:
         return timed
 
     def _timed(self, number: int, bound: BoundProgram) -> BoundProgram:
-        """A program whose steps are timed for the profile that watches."""
         assert self._clock is not None
         return bound._replace(
             steps=self._clock.steps(self._shared.manifest, self._shared.entries[number], self._shared.programs[number], bound.steps)
@@ -301,8 +281,8 @@ class Programs:
         return self._host.step(program, step)
 
     def _executor(self, file: str, moves: tuple[Move, ...], copied: Sequence[tuple[int, int]]) -> GraphExecutor | StreamExecutor:
-        """The recording of a file, made ready at its first use; with `moves` memory lies elsewhere, where the recording uses it.
-        `copied`: the outputs that its launch can copy, (address, bytes)."""
+        """The executor of a file, created on first use; `moves`: addresses that differ. `copied`: outputs that a launch can copy,
+        (address, bytes)."""
         executor = self._executors.get((file, moves))
         if executor is not None:
             return executor
@@ -325,16 +305,14 @@ class Programs:
 
 
 def static_buffers(program: Program, memories: Memories) -> list[tuple[int, int]]:
-    """(address, bytes) of the static buffer of each input."""
+    """(address, bytes) of each input's static buffer."""
     rows = [program.values[index] for index in program.inputs]
     return [(memories.address(row.memory, row.offset), span(row)) for row in rows]
 
 
 def with_inputs_at(program: Program, places: Places) -> tuple[Program, tuple[Move, ...]]:
-    """The program with inputs in memory arena, and what its recordings find elsewhere.
-
-    A kernel may hold the address behind an input's last byte.  It moves along where no other input begins there.
-    """
+    """The program with inputs in memory arena, and the moves of its recordings. An address behind an input's last byte, which a
+    kernel may hold, moves along unless another input starts there."""
     arena, inputs = MEMORIES.index("arena"), MEMORIES.index(INPUTS)
     begins = {program.values[index].offset for index in program.inputs}
     values, moves = list(program.values), []
@@ -347,15 +325,15 @@ def with_inputs_at(program: Program, places: Places) -> tuple[Program, tuple[Mov
 
 
 def _inputs_are_read(program: Program, entry: EntrySpec) -> bool:
-    """Whether recordings are all that touches the inputs, and read them, and no output lies among them."""
+    """Whether only recordings use the inputs, only read them, and no output overlaps them."""
     others = [step for step in program.steps if step.kind != "graph"]
     named = [*program.outputs, *[index for step in others for index in (*step.inputs, *step.outputs)]]
     return not entry.mutated_inputs and not entry.aliases and all(program.values[index].memory != INPUTS for index in named)
 
 
 def _inputs(program: Program, buffers: Sequence[tuple[int, int]], readers: Sequence[Reader], memories: Memories) -> list[Input]:
-    """The inputs with the kernels that read them.  A kernel may hold the address behind an input's last byte, where no other input
-    begins."""
+    """The inputs with their reading kernels, also those with the address behind an input's last byte, unless another input starts
+    there."""
     rows = [program.values[index] for index in program.inputs]
     begins = {row.offset for row in rows}
     written = [memories.range(name) for name in (INPUTS, "arena", STATE)] if readers else []

@@ -1,4 +1,4 @@
-"""Times of the steps of a program on a GPU, for a profile."""
+"""Times of program steps on a GPU, for a profile."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from ..cuda.driver import call
 from ..cuda.libcuda import EVENT_DEFAULT
 from ..format.schema import EntrySpec, Manifest, Program
 
-PENDING = 4096
-"""Steps that a profile has timed and not read yet: each keeps two events."""
+PENDING = 4096  # timed steps that are not read yet, with two events each
 
 
 class StepClock:
-    """Times what is enqueued on streams, by an event before it and one behind, for a profile.
-
-    The GPU's clock is tied to the CPU's once, when this is made: the context must be current, and is waited for.
-    """
+    """Times work on streams by events before and after it. The GPU's clock is synchronized with the CPU's once, in the constructor,
+    which needs the current context and waits."""
 
     __slots__ = ("_first", "_pending", "_zero", "profile")
 
@@ -33,12 +30,11 @@ class StepClock:
     def steps(
         self, manifest: Manifest, entry: EntrySpec, program: Program, steps: Sequence[Callable[[Any], None]]
     ) -> list[Callable[[Any], None]]:
-        """The steps of a program, timed: those of the host by the CPU's clock."""
+        """The program's steps, timed; host steps by the CPU's clock."""
         rows = zip(step_names(manifest, entry, program), program.steps, steps, strict=True)
         return [self.profile.timed(name, run) if step.kind == "host" else self.timed(name, run) for name, step, run in rows]
 
     def timed(self, name: str, step: Callable[[Any], None]) -> Callable[[Any], None]:
-        """`step`, a function of a stream, which is timed there under a name."""
 
         def timed(stream: Any) -> None:
             if len(self._pending) >= PENDING:
@@ -50,7 +46,7 @@ class StepClock:
         return timed
 
     def settle(self) -> None:
-        """Waits for what was timed, and adds it to the profile.  Nothing is timed any more."""
+        """Waits for timed work, adds it to the profile, and stops timing."""
         self._read()
         call("cuEventDestroy", self._first)
 
@@ -66,7 +62,6 @@ class StepClock:
 
 
 def _mark(stream: Any) -> Any:
-    """A new event with a time, behind what the stream holds."""
     event = call("cuEventCreate", EVENT_DEFAULT)
     call("cuEventRecord", event, stream)
     return event

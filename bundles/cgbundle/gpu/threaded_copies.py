@@ -1,7 +1,5 @@
-"""Large inputs and outputs of the host: threads copy between them and a little pinned memory, which the bus reads and writes.
-
-The driver copies pageable memory with one thread, at 7 to 11 GB/s, where the bus takes 55 (tests/gpu/REPORT.md).
-"""
+"""Copies of large inputs and outputs by threads through a little pinned memory. The driver copies pageable memory with one thread
+at 7 to 11 GB/s; the bus has 55 (tests/gpu/REPORT.md)."""
 
 from __future__ import annotations
 
@@ -18,40 +16,33 @@ from ..cuda.libcuda import EVENT_DISABLE_TIMING, MEMORY_TYPE_HOST, POINTER_MEMOR
 from ..cuda.memory import pin, staging
 from ..errors import CgbundleError
 
-CHUNK = 2 << 20
-"""Bytes that a thread copies at a time."""
-
+CHUNK = 2 << 20  # bytes that a thread copies at a time
 THREADS = 4
-"""Fewer where there are fewer processors.  100 MB reach the GPU in 5.3 ms so, in 11 by the driver; other numbers were not tried."""
+"""At most, by processors. 100 MB reach the GPU in 5.3 ms, by the driver in 11; other numbers were not tried."""
 
-TURNS = 2
-"""Slots of a thread: one is copied by the thread, one by the bus."""
+TURNS = 2  # slots of a thread: one for the thread, one for the bus
 
 
 class _Slot(NamedTuple):
-    """Pinned memory, and an event behind its last use by the bus."""
+    """Pinned memory, and an event after its last use by the bus."""
 
     address: int
     event: Any
 
     def wait(self) -> int:
-        """Returns the address when the bus is done with it."""
         call("cuEventSynchronize", self.event)
         return self.address
 
 
 class ThreadedCopies:
-    """The large copies of a session, whose calls make them one after the other; what is pinned is copied as it is.
-
-    `cleanup`, with the context current, gives back the pinned memory, which is there from the first copy on.  Raises driver-failed.
-    """
+    """The large copies of a session, one at a time; pinned memory is copied directly. `cleanup` frees the slots, which are pinned
+    at the first copy. Raises driver-failed."""
 
     def __init__(self, context: Context, cleanup: ExitStack) -> None:
         self._context, self._cleanup = context, cleanup
         self._slots: list[list[_Slot]] = []  # of each thread
 
     def to_device(self, target: int, source: int, size: int, stream: Any) -> None:
-        """In the order of the stream, as `memory.copy`: pageable memory has been read when this returns."""
         if _is_pinned(source):
             return memory.copy(target, source, size, stream, source_on_device=False)
 
@@ -65,7 +56,6 @@ class ThreadedCopies:
         self._share(size, send)
 
     def to_host(self, target: int, source: int, size: int, stream: Any) -> None:
-        """In the order of the stream, as `memory.copy`: all is there when the stream has been synchronized."""
         if _is_pinned(target):
             return memory.copy(target, source, size, stream, target_on_device=False)
 
@@ -82,8 +72,7 @@ class ThreadedCopies:
         self._share(size, fetch)
 
     def _share(self, size: int, copy: Callable[[list[_Slot], list[tuple[int, int]]], None]) -> None:
-        """Divides a copy among threads, of which this one is one: each has slots, and the places and bytes of its chunks.  Raises
-        the first failure when all have ended."""
+        """Divides a copy among threads, including this one, with their own slots. Raises the first failure after all have ended."""
         lanes = self._ready()
         failures: list[CgbundleError] = []
 
@@ -106,7 +95,6 @@ class ThreadedCopies:
             raise failures[0]
 
     def _ready(self) -> list[list[_Slot]]:
-        """The slots, pinned at the first copy."""
         if not self._slots:
             number = min(THREADS, len(os.sched_getaffinity(0)))
             with ExitStack() as undo:
@@ -124,6 +112,6 @@ class ThreadedCopies:
 
 
 def _is_pinned(address: int) -> bool:
-    """Whether the driver knows host memory as pinned, and copies it as fast as the bus."""
+    """Whether host memory is pinned, and copied at the speed of the bus."""
     error, kind = cu.cuPointerGetAttribute(POINTER_MEMORY_TYPE, address)
     return not error and kind == MEMORY_TYPE_HOST

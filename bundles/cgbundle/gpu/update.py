@@ -1,4 +1,4 @@
-"""New weights for a program on a GPU: brought to the GPU, or near it where it has no room, before any of them changes."""
+"""New weights for a program on a GPU, brought to the GPU, or near it without enough memory, before any weight changes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from ..weights.upload import Upload
 if TYPE_CHECKING:
     from .device_bundle import DeviceBundle
 
-ALIGNMENT = 256
-"""Of a weight, in bytes: as in memory weights."""
+ALIGNMENT = 256  # bytes, of a weight
 
 
 class WeightCopy(NamedTuple):
-    """`size` bytes at `source`, of the GPU or the CPU, that belong at `target` of the GPU.  `owner` keeps them."""
+    """`size` bytes at `source` (GPU or CPU) that belong at `target` on the GPU. `owner` keeps them alive."""
 
     target: int
     source: int
@@ -38,8 +37,8 @@ class WeightCopy(NamedTuple):
 
 
 class WeightStage:
-    """Room for new contents, as many bytes as they have.  A tensor of the GPU stays where it is, unless it lies in `weights`, the
-    address and the bytes of what will be written.  The context is current.  `cleanup` frees the room."""
+    """Memory for new contents. A GPU tensor stays in place unless it overlaps `weights`, (address, bytes) of what will be written.
+    Needs the current context. `cleanup` frees the memory."""
 
     def __init__(self, context: Context, weights: tuple[int, int], contents: Iterable[Contents], cleanup: ExitStack) -> None:
         self._context, self._weights, self._cleanup = context, weights, cleanup
@@ -58,7 +57,7 @@ class WeightStage:
         self._copies: list[WeightCopy] = []
 
     def add(self, row: Weight, contents: Contents, target: int) -> None:
-        """Contents of a weight that lies at `target`.  Those of files arrive by `done`."""
+        """Adds contents for a weight at `target`. Those of files are complete after `done`."""
         laid_out = contents.laid_out(row)
         if self._may_stay(contents):
             self._wait_for(laid_out)
@@ -76,7 +75,7 @@ class WeightStage:
             call("cuStreamSynchronize", self._stream)  # pinned memory is read until then
 
     def done(self) -> list[WeightCopy]:
-        """What is left to do when all is there."""
+        """The remaining copies, when all contents have arrived."""
         uploads = []
         for file, pieces in self._pieces.items():
             uploads.append(Upload(self._context, file.descriptor, sorted(pieces), 0, name=file.path))
@@ -93,7 +92,7 @@ class WeightStage:
         return contents.device is not None and not begin <= contents.address < begin + size
 
     def _wait_for(self, contents: Contents) -> None:
-        """Until the caller's stream has written a tensor of the GPU."""
+        """Waits until the caller's stream has written a GPU tensor."""
         if contents.device is not None and contents.library is not None:
             call("cuStreamSynchronize", contents.library.stream(contents.device) or 0)
 
@@ -109,8 +108,8 @@ def update(
     files: Sequence[OpenFile],
     ready: Callable[[], None],
 ) -> None:
-    """`Backend.update`.  Then the sessions stop for a moment: their calls are waited for, and the weights copied to their places,
-    since graphs know no others.  The caller holds a share of `shared`."""
+    """`Backend.update`: waits for calls of all sessions, and copies the weights to their fixed places. The caller holds a share of
+    `shared`."""
     rows = shared.manifest.weights
     with shared.updating, shared.context as context, Relaxed(), ExitStack() as cleanup:
         stage = WeightStage(context, (shared.base, shared.sizes[memory.WEIGHTS]), contents.values(), cleanup)
@@ -128,7 +127,6 @@ def update(
 
 
 def _replace(shared: DeviceBundle, sessions: Sequence[Any], copies: Sequence[WeightCopy], hosted: HostWeights | None) -> None:
-    """Puts the new weights in their places; no session begins a call meanwhile."""
     stream = shared.context.stream
     regions = [(session.host, session.host.over(hosted)) for session in sessions if session.host is not None and hosted is not None]
     for session in sessions:
@@ -144,7 +142,7 @@ def _replace(shared: DeviceBundle, sessions: Sequence[Any], copies: Sequence[Wei
 
 
 def _host_weights(shared: DeviceBundle, contents: Mapping[int, Contents]) -> HostWeights | None:
-    """Where host regions read the weights after an update; None where it changes none of theirs."""
+    """The new weights of host regions; None if they do not change."""
     rows = shared.manifest.weights
     read = {rows[index].tensor for region in shared.manifest.regions for _, index in region.constants}
     chosen = {rows[index]: value for index, value in contents.items() if rows[index].tensor in read}

@@ -1,10 +1,11 @@
-"""From a bundle on disk to a program, everything checked before anything runs.  Imported while a GPU's context is made."""
+"""From a bundle on disk to a program, with all checks before anything runs. Imported while a GPU's context is created."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..call.plan import POLICIES
@@ -12,7 +13,6 @@ from ..cuda.background import ContextFuture
 from ..errors import BundleError, CallError, MachineError
 from ..format.archive import Archive
 from ..format.file_names import SELF_TEST
-from ..format.schema import Manifest
 from ..validate.contents import LEVELS, check_loaded
 from .program import Program
 
@@ -21,23 +21,25 @@ if TYPE_CHECKING:
     from ..signatures import Keys
     from .replicas import Replicas
 
+
 MODES = ("graph", "stream")
 
-WORDS = {"mode": MODES, "on_miss": POLICIES, "outputs": ("copy", "view"), "check": LEVELS, "weights": ("map", "copy")}
-"""The words that an option may have."""
+WORDS = {
+    "mode": MODES, "on_miss": POLICIES, "outputs": ("copy", "view"), "check": LEVELS, "weights": ("map", "copy"),
+}  # fmt: skip
+"""The values of options."""
 
-LONGEST_WAIT = 1 << 32
-"""Seconds: as nanoseconds they fit into 64 bits."""
-
-MOST_DEVICES = 1 << 16
-"""More than a machine can have."""
-
-ATTEMPTS = 100
-"""How often a bundle that is replaced while it is read is read again."""
+LONGEST_WAIT = 1 << 32  # seconds: as nanoseconds they fit into 64 bits
+MOST_DEVICES = 1 << 16  # more than a machine can have
+ATTEMPTS = 100  # how often a bundle that is replaced meanwhile is read again
 
 
 def _is_device(value: Any) -> bool:
     return type(value) is int and 0 <= value < MOST_DEVICES
+
+
+def _is_word(words: tuple[str, ...], value: Any) -> bool:
+    return isinstance(value, str) and value in words
 
 
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -45,23 +47,17 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cast": (lambda value: isinstance(value, bool), "True or False"),
     "lazy": (lambda value: value is None or isinstance(value, bool), "True or False, or None"),
     "device": (_is_device, "the number of a CUDA device"),
-    "devices": (
-        lambda value: value is None or (isinstance(value, list | tuple | range) and all(map(_is_device, value))),
-        "a list of numbers of CUDA devices, or None",
-    ),
-    "timeout": (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LONGEST_WAIT,
-        f"more than 0 seconds, and less than {LONGEST_WAIT}",
-    ),
+    "devices": (lambda value: value is None or (isinstance(value, list | tuple | range) and all(map(_is_device, value))),
+        "a list of numbers of CUDA devices, or None"),
+    "timeout": (lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LONGEST_WAIT,
+        f"more than 0 seconds, and less than {LONGEST_WAIT}"),
     "rank": (lambda value: value is None or type(value) is int, "the number of a rank, or None"),
     "rendezvous": (lambda value: value is None or isinstance(value, str | os.PathLike), "a path, or None"),
     "variant": (lambda value: value is None or isinstance(value, str), "the name of a variant, or None"),
-    "state": (
-        lambda value: value is None or (isinstance(value, dict) and all(type(count) is int for count in value.values())),
-        "numbers of rows by dimension, such as {'pages': 4096}, or None",
-    ),
-}
-"""Of other options what they may be, as a function and in words."""
+    "state": (lambda value: value is None or (isinstance(value, dict) and all(type(count) is int for count in value.values())),
+        "numbers of rows by dimension, such as {'pages': 4096}, or None"),
+}  # fmt: skip
+"""Checks of other options, and their values in words."""
 
 
 def open_bundle(
@@ -71,7 +67,7 @@ def open_bundle(
     cast: bool = False, timeout: float = 30.0, rank: int | None = None, rendezvous: str | os.PathLike[str] | None = None,
     variant: str | None = None, state: Mapping[str, int] | None = None,
 ) -> Program | Replicas:  # fmt: skip
-    """`loader.load`, with the context that is being made; and with `poison`, as `loader.open_program`."""
+    """`loader.load` with the context that is being created; `poison` as for `loader.open_program`."""
     if not isinstance(path, str | bytes | os.PathLike):
         raise TypeError(f"path: expected text or an os.PathLike, got {type(path).__name__}")
     _check_options({
@@ -79,27 +75,14 @@ def open_bundle(
         "check": check, "weights": weights, "lazy": lazy, "cast": cast, "timeout": timeout, "rank": rank, "rendezvous": rendezvous,
         "variant": variant, "state": state,
     })  # fmt: skip
-    first = devices[0] if devices else device
     bundle: Archive | None = None
     others: list[Archive] = []
     try:
         bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
-        _check(bundle, check, key, variant, first)
-        if bundle.manifest.engine is not None:
-            raise CallError("bundle-kind", f"{bundle.path}: holds graphs of an engine, not a program")
-        if replicas:
-            from .replicas import check_replicas, open_replicas  # few programs are on several devices
-
-            check_replicas(bundle.manifest)
-        rows = _state_rows(bundle.manifest, state, poison)
-        if threads is not None:
-            _check_threads(bundle.manifest, threads)
-        if devices is not None and not bundle.manifest.world and not replicas:
-            text = f"devices={list(devices)}: the bundle is for one device"
-            raise CallError("option-refused", text, "give replicas=True for a copy of it on each, or device= for another one")
-        if rank is not None and not bundle.manifest.world:
-            raise CallError("option-refused", f"rank={rank}: the bundle is for one device")
-        if bundle.manifest.target.kind == "cpu":
+        _check(bundle, check, key, variant, devices[0] if devices else device)
+        manifest = bundle.manifest
+        rows = _check_options_of_bundle(bundle, devices, rank, threads, state, replicas=replicas, poison=poison)
+        if manifest.target.kind == "cpu":
             from ..cpu.backend import CpuBackend
 
             program = _program(bundle, CpuBackend(bundle, threads, rows), on_miss, outputs, cast)
@@ -107,26 +90,23 @@ def open_bundle(
             from ..gpu.backend import CudaBackend
             from ..gpu.device_bundle import check_driver
 
-            check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
+            check_driver(manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
             if replicas:
+                from .replicas import open_replicas  # few programs are on several devices
 
                 def opened_on(number: int) -> Program:
-                    copied = CudaBackend(bundle, number, mode, lazy=lazy, threads=threads, rows=rows)
-                    return _program(bundle, copied, on_miss, outputs, cast)
+                    backend = CudaBackend(bundle, number, mode, lazy=lazy, threads=threads, rows=rows)
+                    return _program(bundle, backend, on_miss, outputs, cast)
 
                 return open_replicas(bundle, devices, opened_on)
-            if rank is not None and rendezvous is not None:
-                from .ranks import open_rank  # few models are over several
+            if manifest.world:
+                from .ranks import open_rank, open_ranks  # few models are over several
 
-                backend: CudaBackend = open_rank(
-                    bundle, others, device, (rank, os.fspath(rendezvous)), mode, context=context, threads=threads, timeout=timeout
-                )
-            elif bundle.manifest.world:
-                from .ranks import open_ranks  # likewise
-
-                backend = open_ranks(
-                    bundle, others, devices, mode, context=context, poison=poison, threads=threads, timeout=timeout
-                )
+                options: Any = {"context": context, "threads": threads, "timeout": timeout}
+                if rank is not None and rendezvous is not None:
+                    backend: CudaBackend = open_rank(bundle, others, device, (rank, os.fspath(rendezvous)), mode, **options)
+                else:
+                    backend = open_ranks(bundle, others, devices, mode, poison=poison, **options)
             else:
                 _import_libraries()
                 backend = CudaBackend(bundle, device, mode, context=context, poison=poison, lazy=lazy, threads=threads, rows=rows)
@@ -146,19 +126,50 @@ def open_bundle(
             opened.close()
 
 
+def _check_options_of_bundle(
+    bundle: Archive, devices: Sequence[int] | None, rank: int | None, threads: int | None, state: Mapping[str, int] | None, *,
+    replicas: bool, poison: int | None,
+) -> Mapping[str, int]:  # fmt: skip
+    """Raises bundle-kind, option-refused, ranks-refused. Returns the requested rows of state."""
+    manifest = bundle.manifest
+    if manifest.engine is not None:
+        raise CallError("bundle-kind", f"{bundle.path}: holds graphs of an engine, not a program")
+    if replicas:
+        from .replicas import check_replicas  # few programs are on several devices
+
+        check_replicas(manifest)
+    if state and not manifest.state_dimensions:
+        text = f"state={dict(state)}: the bundle's state has the sizes that it was built with"
+        raise CallError("option-refused", text, "leave it out, or build the bundle with state()")
+    if threads is not None:
+        from ..cpu.machine import check_number  # few programs are given a number
+
+        check_number(threads)
+        if not any(region.kind == "host" for region in manifest.regions):
+            text = f"threads={threads}: the bundle is for {manifest.target.arch}, and nothing of it runs on the CPU"
+            raise CallError("option-refused", text)
+    if devices is not None and not manifest.world and not replicas:
+        text = f"devices={list(devices)}: the bundle is for one device"
+        raise CallError("option-refused", text, "give replicas=True for a copy of it on each, or device= for another one")
+    if rank is not None and not manifest.world:
+        raise CallError("option-refused", f"rank={rank}: the bundle is for one device")
+    if poison is None:
+        return state or {}
+    return {dimension.name: manifest.weights[dimension.weights[0]].shape[0] + 1 for dimension in manifest.state_dimensions}
+
+
 def _import_libraries() -> None:
-    """What a first call needs for the caller's tensor library: it costs nothing while the context is made."""
+    """Imports what a first call needs for the caller's tensor library, while the context is created."""
     if "torch" in sys.modules:
         from ..gpu import fast_path  # noqa: F401
         from ..tensors import torch_tensors  # noqa: F401
     elif "numpy" in sys.modules:
         from ..tensors import numpy_arrays  # noqa: F401
     else:
-        from ..tensors import dlpack  # noqa: F401
+        from ..tensors import tensor  # noqa: F401
 
 
 def _program(bundle: Archive, backend: Any, on_miss: str, outputs: str, cast: bool) -> Program:
-    """A program over a backend, which is closed where that fails."""
     try:
         manifest = backend.manifest if bundle.manifest.state_dimensions else bundle.manifest
         return Program(manifest, backend, on_miss, outputs, cast, bundle.kept(SELF_TEST))
@@ -168,15 +179,14 @@ def _program(bundle: Archive, backend: Any, on_miss: str, outputs: str, cast: bo
 
 
 def _check(bundle: Archive, level: str, key: Keys | None, variant: str | None, device: int) -> None:
-    """Checks the bundle, or the one that stands in its place by now: a build may replace it while it is read."""
-    for _ in range(ATTEMPTS):
+    """Checks the bundle, or its replacement: a build may replace it while it is read."""
+    for attempt in range(ATTEMPTS + 1):
         try:
             return _check_once(bundle, level, key, variant, device)
         except BundleError:
-            if not bundle.is_replaced():
+            if attempt == ATTEMPTS or not bundle.is_replaced():
                 raise
             bundle.reopen()
-    _check_once(bundle, level, key, variant, device)
 
 
 def _check_once(bundle: Archive, level: str, key: Keys | None, variant: str | None, device: int) -> None:
@@ -195,33 +205,20 @@ def _check_once(bundle: Archive, level: str, key: Keys | None, variant: str | No
     check_bundle(bundle, "full")
 
 
-def _state_rows(manifest: Manifest, state: Mapping[str, int] | None, poison: int | None = None) -> Mapping[str, int]:
-    """The numbers of rows that are asked for.  Raises option-refused."""
-    if state and not manifest.state_dimensions:
-        text = f"state={dict(state)}: the bundle's state has the sizes that it was built with"
-        raise CallError("option-refused", text, "leave it out, or build the bundle with state()")
-    if poison is None:
-        return state or {}
-    return {dimension.name: manifest.weights[dimension.weights[0]].shape[0] + 1 for dimension in manifest.state_dimensions}
-
-
 def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
-    """Chooses the variant that was asked for, or that of this machine.  Raises option-refused, wrong-machine."""
+    """Chooses the requested variant, or that of this machine. Raises option-refused, wrong-machine."""
     from ..cpu.machine import BY_NAME_ALONE, processor_flags
     from ..format.variants import fitting_variant, named_variant
 
     targets = bundle.variants.targets()
     if variant is not None:
         return bundle.choose(named_variant(targets, variant))
-    gpu = ""
-    if any(target.kind == "cuda" for target in targets):
-        gpu = _device_arch(device)
+    gpu = _device_arch(device) if any(target.kind == "cuda" for target in targets) else ""
     bundle.choose(fitting_variant(targets, gpu, os.uname().machine, processor_flags() | BY_NAME_ALONE))
 
 
 def _device_arch(index: int) -> str:
-    """The compute capability of GPU number `index` as in "sm_90"; "" where there is no usable driver or no such GPU.  Makes no
-    context."""
+    """The architecture of a GPU ("sm_90"); "" without a driver or such a GPU. Makes no context."""
     from ..cuda.driver import call, device_count, require
     from ..cuda.libcuda import COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR
 
@@ -236,23 +233,16 @@ def _device_arch(index: int) -> str:
         return ""
 
 
-def _check_threads(manifest: Manifest, threads: int) -> None:
-    from ..cpu.machine import check_number  # few programs are given a number
-
-    check_number(threads)
-    if not any(region.kind == "host" for region in manifest.regions):
-        target = manifest.target.arch
-        raise CallError("option-refused", f"threads={threads}: the bundle is for {target}, and nothing of it runs on the CPU")
-
-
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a value that an option does not have, and for options that contradict each other."""
-    for name, (fits, expected) in KINDS.items():
-        if not fits(options[name]):
-            raise _wrong(name, options[name], expected)
+    """Raises ValueError for unknown values and contradicting options."""
+    checks = {name: (fits, expected) for name, (fits, expected) in KINDS.items()}
     for name, known in WORDS.items():
-        if not isinstance(options[name], str) or options[name] not in known:
-            raise _wrong(name, options[name], f"one of {', '.join(map(repr, known))}")
+        checks[name] = partial(_is_word, known), f"one of {', '.join(map(repr, known))}"
+    for name, (fits, expected) in checks.items():
+        value = options[name]
+        if not fits(value):  # the repr of the caller's classes may raise
+            plain = value is None or type(value) in (str, bytes, bool, int, float)
+            raise ValueError(f"{name}={repr(value)[:100] if plain else type(value).__name__}: expected {expected}")
     device, devices, rank, rendezvous = [options[name] for name in ("device", "devices", "rank", "rendezvous")]
     if (rank is None) != (rendezvous is None) or (rank is not None and devices is not None):
         raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
@@ -261,9 +251,3 @@ def _check_options(options: Mapping[str, Any]) -> None:
     again = options["replicas"] and (device or (devices is not None and len(set(devices)) < max(1, len(devices))))
     if again or (device and devices is not None):
         raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")
-
-
-def _wrong(name: str, value: Any, expected: str) -> ValueError:
-    """Values of Python's own are shown, of others the class alone: what they say of themselves may raise."""
-    plain = value is None or type(value) in (str, bytes, bool, int, float)
-    return ValueError(f"{name}={repr(value)[:100] if plain else type(value).__name__}: expected {expected}")

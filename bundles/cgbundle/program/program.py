@@ -1,10 +1,10 @@
-"""A loaded bundle: its entries, its sessions, and what lasts from call to call."""
+"""A loaded bundle: its entries, sessions, and state."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from threading import RLock
 from types import TracebackType
@@ -25,30 +25,26 @@ if TYPE_CHECKING:
     from .state import State
 
 
-PER_SESSION = ("state", "inputs", "arena", "host")
-"""Memories that every session has for itself."""
+PER_SESSION = ("state", "inputs", "arena", "host")  # memories that every session has for itself
 
 
 class Sessions:
-    """The sessions that a program has opened.  It does not keep them: a forgotten one is collected."""
+    """The open sessions of a program, and the parts (`Session`s) that their entries share, as weak references."""
 
     __slots__ = ("_closed", "_lock", "_open", "_parts")
 
     def __init__(self) -> None:
         self._lock, self._closed = RLock(), False
-        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._open, self._parts = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
 
     def add(self, session: Any, part: Any) -> bool:
-        """`part` is what a session's entries share, which may outlive it.  False after `close`: whoever opened the session has to
-        close it."""
+        """False after `close`: the caller has to close the session."""
         with self._lock:
             self._open.add(session)
             self._parts.add(part)
             return not self._closed
 
     def parts(self) -> list[Any]:
-        """The parts of those that are open.  None of them is collected while the list is held."""
         with self._lock:
             return list(self._parts)
 
@@ -73,30 +69,29 @@ class Program(Entry):
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        backend: Backend,
-        on_miss: str,
-        outputs: str,
-        cast: bool = False,
+        self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False,
         self_test: KeptFile | None = None,
-    ) -> None:
-        """`self_test`: the bundle's, which `warmup` and `open_self_test` read."""
+    ) -> None:  # fmt: skip
         first, *others = manifest.entries
-        super().__init__(manifest, first, Session(backend, self_test), 0, on_miss, outputs, cast)
+        session, policies = Session(backend, self_test), (on_miss, outputs, cast)
+        super().__init__(manifest, first, session, 0, *policies)
         self._others: dict[str, Entry] = {}  # what is in here must not hold the program, which closes when it is forgotten
         if others and self.name != FORWARD:
-            self._others[self.name] = Entry(manifest, first, self._session, 0, on_miss, outputs, cast)
-            self._flatten, self._flat = _refusal([entry.name for entry in manifest.entries]), -1
+            self._others[self.name] = Entry(manifest, first, session, 0, *policies)
+
+            def refuse(args: object, kwargs: object) -> Sequence[Any]:
+                raise _no_forward("", [entry.name for entry in manifest.entries])
+
+            self._flatten, self._flat = refuse, -1
             self._ends = (self._flatten, self._build, self._flat)
         number = len(first.programs)
         for other in others:
-            self._others[other.name] = Entry(manifest, other, self._session, number, on_miss, outputs, cast)
+            self._others[other.name] = Entry(manifest, other, session, number, *policies)
             number += len(other.programs)
         self.memory = dict(manifest.memories)
         self._root: Program | None = None
         self._sessions = Sessions()
-        self._finalizer = weakref.finalize(self._session, backend.close)
+        self._finalizer = weakref.finalize(session, backend.close)
         self._finalizer.atexit = False
         if manifest.random is not None:  # every session draws random numbers of its own
             try:
@@ -119,21 +114,15 @@ class Program(Entry):
 
     def __getitem__(self, name: str) -> Entry:
         """An entry by its name.  Raises EntryMissing, which is a KeyError."""
-        entry = self._others.get(name)
-        if entry is None and name == self.name:
-            return self
-        if entry is None:
+        if name not in self._others and name != self.name:
             raise missing_entry(name, self.entries)
-        return entry
+        return self._others.get(name, self)
 
     def __getattr__(self, name: str) -> Entry:
         """An entry by its name.  Raises AttributeError."""
-        attributes = self.__dict__
-        others, first = attributes.get("_others", {}), attributes.get("name", "")
-        if name in others:
-            return self._others[name]
-        if name == first:
-            return self
+        others, first = self.__dict__.get("_others", {}), self.__dict__.get("name", "")
+        if name in others or name == first:
+            return others.get(name, self)  # type: ignore[no-any-return]
         raise missing_attribute(self, name, list(dict.fromkeys((first, *others))))
 
     # --- sessions and what lasts from call to call ------------------------------------------------------------
@@ -224,7 +213,12 @@ class Program(Entry):
         """
         from ..call.profile import Profile  # few programs are profiled
 
-        return Profile(self.manifest.name, self._watch_all)
+        def watch(profile: Profile | None) -> None:
+            self._backend.watch(profile)
+            for entry in self.entries.values():
+                entry.watch(profile)
+
+        return Profile(self.manifest.name, watch)
 
     def open_self_test(self) -> Mapped:
         """The self-test of the loaded bundle.  The caller closes it.  For verification.  Raises ProgramClosed, weights-invalid."""
@@ -263,32 +257,17 @@ class Program(Entry):
         keys = ", ".join(map(str, self.int_keys[:6])) + (", ..." if len(self.int_keys) > 6 else "")
         return f"<cgbundle.Program {self.manifest.name!r} for {self.manifest.target.arch}, int_keys {keys}>"
 
-    def _watch_all(self, profile: Profile | None) -> None:
-        self._backend.watch(profile)
-        for entry in self.entries.values():
-            entry.watch(profile)
-
 
 def update_all(programs: Sequence[Program], weights: object, *, partial: bool) -> None:
-    """`Program.update` of copies of a program, and of their sessions: of all or of none."""
+    """`Program.update` for copies of a program and their sessions, all or none."""
     from ..weights.update import update  # few programs are
 
     roots = [program._root or program for program in programs]
-    sessions = [[root._session, *root._sessions.parts()] for root in roots]  # held: none is closed by the collector meanwhile
+    sessions = [[root._session, *root._sessions.parts()] for root in roots]  # not collected during the update
     update(roots[0].manifest, [[part.backend for part in parts] for parts in sessions], weights, partial=partial)
 
 
-def _refusal(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
-    """What a call of the program itself does where none of its entries is `forward`."""
-
-    def refuse(args: object, kwargs: object) -> Sequence[Any]:
-        raise _no_forward("", names)
-
-    return refuse
-
-
 def _no_forward(method: str, names: Iterable[str]) -> EntryMissing:
-    """Of a call, or of a method of the program, that goes to `forward` alone."""
     first, *_ = listed = list(names)
     text = f"the bundle has the entries {', '.join(listed)}, and none is called {FORWARD}"
     return EntryMissing("entry-missing", text, f"call program.{first}{f'.{method}' if method else ''}(...)")

@@ -1,4 +1,4 @@
-"""A model over several GPUs: driven by one process and called as one, or each rank in a process of its own."""
+"""A model over several GPUs: driven by one process and called as one, or each rank in its own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..call.locks import during
 from ..cuda import memory
 from ..cuda.background import ContextFuture
 from ..cuda.driver import Context, call, cu
-from ..cuda.libcuda import EVENT_DISABLE_TIMING, PEER_ENABLED_BEFORE
+from ..cuda.libcuda import EVENT_DISABLE_TIMING, MEM_FILE_DESCRIPTOR, PEER_ENABLED_BEFORE
 from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
@@ -28,25 +28,18 @@ from .exchanging import (
     begin_part,
     check_room,
     create_part,
-    export_part,
-    import_part,
     map_part,
+    meet,
     refused,
     reserve,
     within,
 )  # fmt: skip
-from .rendezvous import meet
 
 
 class RanksBackend(ExchangingBackend):
-    """Rank 0's backend, which drives those of the other ranks too.
-
-    A call's inputs are given once and copied to every rank; its outputs are rank 0's.  `others` are the bundles of the ranks behind
-    rank 0, `devices` the GPUs of all; one of them may have several ranks, as far as their kernels fit on it at once.  `timeout`:
-    seconds after which a rank that waits for another one gives up: from then on all calls raise rank-timeout.
-
-    Raises as `CudaBackend`, and wrong-machine for devices that cannot reach each other's memory.
-    """
+    """Rank 0's backend, which drives the other ranks. Inputs are copied to every rank; outputs are rank 0's. `others`: bundles of
+    the other ranks; `devices`: GPUs of all, each for as many ranks as run at once. After `timeout` seconds of waiting for a rank
+    all calls raise rank-timeout. Raises as `CudaBackend`, and wrong-machine for devices that cannot access each other's memory."""
 
     def __init__(
         self, bundle: Archive, others: Sequence[Archive], devices: Sequence[int], mode: str = "graph", *,
@@ -69,26 +62,17 @@ class RanksBackend(ExchangingBackend):
             self._ready = _event(contexts[0], outside)
             self._done = [_event(peer, outside) for peer in contexts[1:]]
 
+            options: Any = {"poison": poison, "lazy": False, "threads": threads, "peer": base}
+
             def opened(rank: int) -> CudaBackend:
                 contexts[rank].retain()
-                return CudaBackend(
-                    others[rank - 1],
-                    devices[rank],
-                    mode,
-                    context=contexts[rank],
-                    poison=poison,
-                    lazy=False,
-                    threads=threads,
-                    peer=base,
-                )
+                return CudaBackend(others[rank - 1], devices[rank], mode, context=contexts[rank], **options)
 
             with ThreadPoolExecutor(len(others), "cgbundle-rank") as pool:
                 loading = [pool.submit(opened, rank) for rank in range(1, world.size)]
                 try:
                     contexts[0].retain()
-                    super().__init__(
-                        bundle, devices[0], mode, context=contexts[0], poison=poison, lazy=False, threads=threads, peer=base
-                    )
+                    super().__init__(bundle, devices[0], mode, context=contexts[0], **options)
                     undo.callback(CudaBackend.close, self)
                 finally:
                     for future in loading:
@@ -103,8 +87,8 @@ class RanksBackend(ExchangingBackend):
     # --- running ----------------------------------------------------------------------------------------------
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
-        """Replays on all ranks, those behind rank 0 first.  What went wrong on one of them before is raised now, of a call from the
-        CPU after it."""
+        """Replays on all ranks, rank 0 last. Errors of a rank are raised at the next call, or after a call with inputs on the
+        CPU."""
         self._check_ranks()
         if device is None and caller_captures():
             return super().run(program, addresses, device, stream)  # which refuses it
@@ -122,8 +106,8 @@ class RanksBackend(ExchangingBackend):
         return results
 
     def _give_inputs(self, program: int, addresses: Sequence[int], stream: Any) -> None:
-        """Copies inputs on rank 0's device to the static buffers of the others, in the order of its stream, when these are done
-        with the call before; and marks that they are there."""
+        """Copies inputs from rank 0's device to the other ranks' static buffers, after their previous call, and records an
+        event."""
         for number, other in enumerate(self._others):
             call("cuStreamWaitEvent", stream, self._done[number], 0)
             theirs, first = self._ranks[number + 1].handle, self._ranks[0].handle
@@ -133,7 +117,7 @@ class RanksBackend(ExchangingBackend):
         call("cuEventRecord", self._ready, stream)
 
     def _follow(self, number: int, other: CudaBackend, program: int, addresses: Sequence[int] | None) -> None:
-        """A replay on a rank behind rank 0; `addresses` of inputs on the CPU, None where they were copied before."""
+        """A replay on another rank; `addresses` of inputs on the CPU, None if they were copied before."""
 
         def replay(stream: Any) -> None:
             bound = other._bound[program]
@@ -155,7 +139,7 @@ class RanksBackend(ExchangingBackend):
     # --- what lasts from call to call -------------------------------------------------------------------------
 
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
-        """The state of random numbers, which is the same on all ranks.  Other state is each rank's own."""
+        """Stores the state of random numbers, equal on all ranks. Other state belongs to each rank."""
         if weight != self._manifest.random:
             raise refused("state that is written from outside: each rank has its own")
         super().store(weight, address, device, stream)
@@ -174,7 +158,7 @@ class RanksBackend(ExchangingBackend):
 
 
 def _contexts(bundle: Archive, devices: Sequence[int], first: Context | None, cleanup: ExitStack) -> list[Context]:
-    """A context for each rank, with a share that `cleanup` gives back.  Raises ranks-refused, wrong-machine."""
+    """A context for each rank, released by `cleanup`. Raises ranks-refused, wrong-machine."""
     world = bundle.manifest.world
     assert world is not None
     if len(devices) != world.size:
@@ -193,10 +177,9 @@ def _contexts(bundle: Archive, devices: Sequence[int], first: Context | None, cl
                 if other.device != context.device:
                     error = cu.cuCtxEnablePeerAccess(other.handle, 0)
                     if error not in (0, PEER_ENABLED_BEFORE):
-                        raise MachineError(
-                            "wrong-machine", f"device {context.index} cannot reach the memory of device {other.index}",
-                            "`nvidia-smi topo -p2p w` shows which GPUs of this machine reach each other",
-                        )  # fmt: skip
+                        text = f"device {context.index} cannot reach the memory of device {other.index}"
+                        hint = "`nvidia-smi topo -p2p w` shows which GPUs of this machine reach each other"
+                        raise MachineError("wrong-machine", text, hint)
     return contexts
 
 
@@ -211,7 +194,7 @@ def open_ranks(
     bundle: Archive, others: list[Archive], devices: Sequence[int] | None, mode: str, *, context: ContextFuture, poison: int | None,
     threads: int | None, timeout: float,
 ) -> CudaBackend:  # fmt: skip
-    """The backend of a model over several devices; the bundles of the other ranks are added to `others`, to be closed."""
+    """The backend of a model over several devices. Adds the other ranks' bundles to `others`, which the caller closes."""
     world = bundle.manifest.world
     assert world is not None
     others += check_ranks(bundle)
@@ -224,14 +207,10 @@ def open_ranks(
 
 
 class OneRankBackend(ExchangingBackend):
-    """A rank's backend.  Each process calls its own, the same entries with the same sizes in the same order.
-
-    `bundle` is the rank's, `whole` rank 0's.  The processes meet at `rendezvous`, a path of this host, and wait for each other for
-    `timeout` seconds, there and at every call: from then on all calls raise rank-timeout, or ranks-unlike where another rank has
-    called something else.  `seed` is the same for all ranks.
-
-    Raises as `CudaBackend`, and what `rendezvous.meet` does.
-    """
+    """A rank's backend; each process makes the same calls in the same order. `bundle` is the rank's, `whole` rank 0's. The
+    processes connect at `rendezvous`, a path of this host, and wait for each other for `timeout` seconds, there and at every call;
+    later all calls raise rank-timeout, or ranks-unlike if another rank made another call. `seed` is equal on all ranks. Raises as
+    `CudaBackend` and `rendezvous.meet`."""
 
     def __init__(
         self, bundle: Archive, whole: Archive, device: int, rendezvous: str, mode: str = "graph", *,
@@ -251,7 +230,7 @@ class OneRankBackend(ExchangingBackend):
                 handle = create_part(world, mine, outside, shared=True)
                 map_part(world, self._part(world.rank), handle, [mine], outside)
                 begin_part(world, self._part(world.rank), int(timeout * SECOND), mine.stream)
-                descriptor = export_part(handle)
+                descriptor = int(call("cuMemExportToShareableHandle", handle, MEM_FILE_DESCRIPTOR, 0))
                 try:
                     digest = hashlib.sha256(whole.text).hexdigest()
                     parts, self._board, self.seed = meet(rendezvous, world.rank, world.size, digest, descriptor, timeout)
@@ -261,7 +240,9 @@ class OneRankBackend(ExchangingBackend):
                 try:
                     for rank, part in enumerate(parts):
                         if rank != world.rank:
-                            map_part(world, self._part(rank), import_part(part, mine, outside), [mine], outside)
+                            handle = int(call("cuMemImportFromShareableHandle", part, MEM_FILE_DESCRIPTOR, detail="memory peer"))
+                            outside.callback(within, mine, "cuMemRelease", handle)
+                            map_part(world, self._part(rank), handle, [mine], outside)
                 finally:
                     for part in parts:
                         os.close(part)
@@ -273,8 +254,8 @@ class OneRankBackend(ExchangingBackend):
             self._outside = undo.pop_all()
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
-        """Replays this rank.  That another one called something else, or none has come, is raised after a call from the CPU, and of
-        calls that nobody waited for before the next one."""
+        """Replays this rank. A different call of another rank, or a missing one, is raised after a call from the CPU, or at the
+        next call."""
         self._check()
         if device is None and caller_captures():
             return super().run(program, addresses, device, stream)  # which refuses it
@@ -287,7 +268,7 @@ class OneRankBackend(ExchangingBackend):
         return results
 
     def _check(self) -> None:
-        """Raises ranks-unlike or rank-timeout; from then on every call does."""
+        """Raises ranks-unlike or rank-timeout, and makes every later call raise it."""
         try:
             self._board.check()
         except CallError as error:
@@ -300,7 +281,7 @@ def open_rank(
     bundle: Archive, others: list[Archive], device: int, meeting: tuple[int, str], mode: str, *, context: ContextFuture,
     threads: int | None, timeout: float,
 ) -> CudaBackend:  # fmt: skip
-    """The backend of one rank; its bundle is added to `others`, to be closed, where it is not `bundle` itself."""
+    """The backend of one rank. Adds its bundle to `others`, which the caller closes, unless it is `bundle`."""
     rank, path = meeting
     world = bundle.manifest.world
     assert world is not None

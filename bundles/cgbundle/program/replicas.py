@@ -1,4 +1,4 @@
-"""Copies of a loaded bundle on several GPUs, called as one: N devices, N times the calls."""
+"""Copies of a loaded bundle on several GPUs, called as one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Replicas:
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
-        """`programs`: of one bundle, on GPUs of their own.  They belong to this from then on."""
+        """Takes ownership of programs of one bundle on distinct GPUs."""
         first = programs[0]
         self.programs = tuple(programs)
         self.devices = tuple([program._backend.device or 0 for program in programs])
@@ -54,10 +54,9 @@ class Replicas:
 
     def __getitem__(self, name: str) -> ReplicatedEntry:
         """An entry by its name.  Raises EntryMissing, which is a KeyError."""
-        entry = self._entries.get(name)
-        if entry is None:
+        if name not in self._entries:
             raise missing_entry(name, self._entries)
-        return entry
+        return self._entries[name]
 
     def __getattr__(self, name: str) -> ReplicatedEntry:
         """An entry by its name.  Raises AttributeError."""
@@ -110,54 +109,54 @@ class Replicas:
 
 
 class ReplicatedEntry:
-    """An entry of a bundle on several devices: `name`, `int_keys`, `inputs` and `outputs` are those of each."""
+    """An entry of a bundle on several devices: `name`, `int_keys`, `inputs` and `outputs` are those of every copy."""
 
     def __init__(self, entries: Sequence[Entry], load: _Load) -> None:
-        first = entries[0]
+        first, manifest = entries[0], entries[0].manifest
         self.name, self.int_keys, self.inputs, self.outputs = first.name, first.int_keys, first.inputs, first.outputs
-        self._each, self._load = tuple(entries), load
+        self._copies, self._load = tuple(entries), load
         self._flatten = flattener(first.spec.call, first.spec.parameters)
-        manifest = first.manifest
         self._state = [row.name for place, row in enumerate(manifest.weights) if row.memory == "state" and place != manifest.random]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As a call of an `Entry`, on one of the devices.  Raises replica-state for a model that keeps state."""
-        self._check_state()
-        with self._load.chosen(_device(self._flatten(args, kwargs))) as number:
-            return self._each[number](*args, **kwargs)
+        with self._chosen(self._flatten, args, kwargs) as entry:
+            return entry(*args, **kwargs)
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """A call with lists of inputs and outputs, in the order of the signature.  Raises the errors of a call."""
-        self._check_state()
-        with self._load.chosen(_device(tensors)) as number:
-            return self._each[number].replay(tensors)
+        with self._chosen(lambda: tensors) as entry:
+            return entry.replay(tensors)
 
     def __repr__(self) -> str:
-        return f"<cgbundle.ReplicatedEntry {self.name!r} on {len(self._each)} devices>"
+        return f"<cgbundle.ReplicatedEntry {self.name!r} on {len(self._copies)} devices>"
 
-    def _check_state(self) -> None:
+    @contextmanager
+    def _chosen(self, flatten: Callable[..., Sequence[Any]], *arguments: Any) -> Iterator[Entry]:
         if self._state:
-            raise CallError(
-                "replica-state",
-                f"the model keeps {self._state[0]!r} from call to call, and the next call may go to another device",
-                "use a session: replicas.session()(...)",
-            )
+            text = f"the model keeps {self._state[0]!r} from call to call, and the next call may go to another device"
+            raise CallError("replica-state", text, "use a session: replicas.session()(...)")
+        with self._load.chosen(_device(flatten(*arguments))) as number:
+            yield self._copies[number]
 
 
 class _Load:
-    """How many calls run in each copy."""
-
     def __init__(self, devices: Sequence[int]) -> None:
         self.lock = threading.Lock()
         self._places = {device: number for number, device in enumerate(devices)}
-        self._running = [0] * len(devices)
-        self._last = len(devices) - 1
+        self._running, self._last = [0] * len(devices), len(devices) - 1
 
     @contextmanager
     def chosen(self, device: int | None) -> Iterator[int]:
-        """The copy for a call whose inputs lie on a CUDA device, or on the CPU (None).  Raises input-device."""
+        """The copy for inputs on a CUDA device, or, on the CPU (None), the one with the fewest calls, in turn. Raises
+        input-device."""
+        if device is not None and device not in self._places:
+            there = ", ".join(map(str, self._places))
+            raise CallError("input-device", f"the inputs lie on CUDA device {device}, and the bundle is on {there}")
         with self.lock:
-            number = self._next() if device is None else self._at(device)
+            count = len(self._running)
+            order = [(self._last + 1 + step) % count for step in range(count)]
+            number = min(order, key=self._running.__getitem__) if device is None else self._places[device]
             self._running[number] += 1
             self._last = number
         try:
@@ -166,21 +165,9 @@ class _Load:
             with self.lock:
                 self._running[number] -= 1
 
-    def _next(self) -> int:
-        """The least loaded, the first of them behind the last that was chosen."""
-        count = len(self._running)
-        return min([(self._last + 1 + step) % count for step in range(count)], key=self._running.__getitem__)
-
-    def _at(self, device: int) -> int:
-        number = self._places.get(device)
-        if number is None:
-            there = ", ".join(map(str, self._places))
-            raise CallError("input-device", f"the inputs lie on CUDA device {device}, and the bundle is on {there}")
-        return number
-
 
 def _device(tensors: Sequence[Any]) -> int | None:
-    """Where the first input lies; of what is no tensor, which the copy's own guards refuse, None."""
+    """The device of the first input; None for values that the copy's guards will refuse."""
     first = tensors[0] if tensors else None
     if type(first) is View:
         first = first.tensor
@@ -191,7 +178,7 @@ def _device(tensors: Sequence[Any]) -> int | None:
 
 
 def check_replicas(manifest: Manifest) -> None:
-    """Raises option-refused and ranks-refused for a bundle of which no copy is on one GPU."""
+    """Raises option-refused or ranks-refused for a bundle that does not run on one GPU."""
     if manifest.target.kind != "cuda":
         text = f"replicas=True: the bundle is for {manifest.target.arch}, and nothing of it runs on a GPU"
         raise CallError("option-refused", text)
@@ -201,7 +188,7 @@ def check_replicas(manifest: Manifest) -> None:
 
 
 def open_replicas(bundle: Archive, devices: Sequence[int] | None, opened: Callable[[int], Program]) -> Replicas:
-    """Every device in a thread of its own, over one bundle that was opened and checked once; None for all that there are."""
+    """Loads copies in parallel from one checked bundle; None: on all devices."""
     chosen = range(device_count()) if devices is None else devices
     with ThreadPoolExecutor(len(chosen), "cgbundle-replica") as pool:
         loading = [pool.submit(opened, number) for number in chosen]

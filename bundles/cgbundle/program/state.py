@@ -1,4 +1,4 @@
-"""What lasts from call to call: the buffers that a model changes, by name, and the state of its random numbers."""
+"""State that a model keeps from call to call: buffers by name, and the state of random numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from ..call.locks import during
 from ..errors import CallError, StateMissing, meant
 from ..format.schema import STATE, Manifest, Weight
 from ..format.spans import is_dense, memory_order
-from ..tensors.library import Descriptor, Library, caller_captures, library_of
+from ..tensors.library import caller_captures, library_of
 from ..tensors.tensor import Tensor, from_bytes
 
 if TYPE_CHECKING:
     from ..call.backend import Backend
 
-SEEDS = 1 << 63
-"""Seeds lie below this: int64 holds them."""
+SEEDS = 1 << 63  # int64 holds smaller seeds
 
 
 class State(Mapping[str, Tensor]):
@@ -32,12 +31,12 @@ class State(Mapping[str, Tensor]):
     """
 
     def __init__(self, manifest: Manifest, backend: Backend) -> None:
-        self._backend, self._weights, self._program, self._random = backend, manifest.weights, manifest.name, manifest.random
+        weights, self._random = manifest.weights, manifest.random
+        self._backend, self._weights, self._program = backend, weights, manifest.name
         hidden = {manifest.random, *[dimension.count for dimension in manifest.state_dimensions]}
-        self._places = {
-            weight.name: index for index, weight in enumerate(manifest.weights) if weight.memory == STATE and index not in hidden
-        }
-        self.rows = {dimension.name: manifest.weights[dimension.weights[0]].shape[0] for dimension in manifest.state_dimensions}
+        rows = [(row.name, index) for index, row in enumerate(weights) if row.memory == STATE and index not in hidden]
+        self._places = dict(rows)
+        self.rows = {dimension.name: weights[dimension.weights[0]].shape[0] for dimension in manifest.state_dimensions}
 
     def __getitem__(self, name: str) -> Tensor:
         """A copy in host memory, after the earlier calls are done.  Raises state-missing, capture-refused."""
@@ -49,14 +48,27 @@ class State(Mapping[str, Tensor]):
     def __setitem__(self, name: str, value: Any) -> None:
         """Raises state-invalid for another dtype or shape, or a tensor of another device."""
         index, weight = self._row(name)
-        library, value, (address, shape, _, strides, device) = self._checked(name, weight, value)
+        library, backend, problem = library_of(value), self._backend, ""
+        try:
+            value, (address, shape, dtype, strides, device) = library.take(value, name)
+        except CallError as error:
+            raise CallError("state-invalid", str(error).replace("input", "state", 1)) from None
+        if dtype != weight.dtype:
+            problem = f"expected {weight.dtype}, got {dtype}"
+        elif tuple(shape) != weight.shape:
+            problem = f"expected shape {list(weight.shape)}, got {list(shape)}"
+        elif device is not None and device != backend.device:
+            here = "the CPU" if backend.device is None else f"the CPU or CUDA device {backend.device}"
+            problem = f"expected a tensor on {here}, got one on device {device}"
+        if problem:
+            raise CallError("state-invalid", f"state {name!r}: {problem}")
         order = memory_order(weight.shape, weight.strides)
         if not is_dense(shape, library.strides(value) if strides is None else strides, order):
             value = library.ordered(value, order)
             address = library.describe(value)[0]
         if device is None:
             self._refuse_capture()
-        backend, caller = self._backend, None if device is None else library.stream(device)
+        caller = None if device is None else library.stream(device)
         during(backend, caller, lambda stream: backend.store(index, address, device, stream))
 
     def view(self, name: str) -> Tensor:
@@ -101,33 +113,12 @@ class State(Mapping[str, Tensor]):
         index = self._places.get(name)
         if index is None:
             known = ", ".join(map(repr, self._places))
-            has = f"it has {known}" if known else "its model keeps none"
-            raise StateMissing(
-                "state-missing", f"program {self._program!r} has no state {name!r}{meant(name, self._places)}: {has}"
-            )
+            text = f"no state {name!r}{meant(name, self._places)}: {f'it has {known}' if known else 'its model keeps none'}"
+            raise StateMissing("state-missing", f"program {self._program!r} has {text}")
         return index, self._weights[index]
 
-    def _checked(self, name: str, weight: Weight, value: Any) -> tuple[Library, Any, Descriptor]:
-        library = library_of(value)
-        try:
-            value, descriptor = library.take(value, name)
-        except CallError as error:
-            raise CallError("state-invalid", str(error).replace("input", "state", 1)) from None
-        _, shape, dtype, _, device = descriptor
-        if dtype != weight.dtype:
-            raise CallError("state-invalid", f"state {name!r}: expected {weight.dtype}, got {dtype}")
-        if tuple(shape) != weight.shape:
-            raise CallError("state-invalid", f"state {name!r}: expected shape {list(weight.shape)}, got {list(shape)}")
-        if device is not None and device != self._backend.device:
-            here = "the CPU" if self._backend.device is None else f"the CPU or CUDA device {self._backend.device}"
-            raise CallError("state-invalid", f"state {name!r}: expected a tensor on {here}, got one on device {device}")
-        return library, value, descriptor
-
     def _refuse_capture(self) -> None:
-        """Raises capture-refused where the caller captures a graph of the GPU and what follows is done on the CPU's side."""
+        """Raises capture-refused if the caller captures a graph and the CPU takes part."""
         if self._backend.device is not None and caller_captures():
-            raise CallError(
-                "capture-refused",
-                "state cannot be read, written from the CPU, reset or seeded while a CUDA graph is captured",
-                "do it before or after the capture",
-            )
+            text = "state cannot be read, written from the CPU, reset or seeded while a CUDA graph is captured"
+            raise CallError("capture-refused", text, "do it before or after the capture")

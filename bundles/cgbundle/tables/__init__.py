@@ -1,3 +1,1 @@
-"""Recordings and module states: their rows, and their files of flat binary columns, mapped and read without parsing.
-What must hold is checked in validate/.
-"""
+"""Recordings and module states: their rows, in files of flat binary columns that are mapped and read without parsing."""

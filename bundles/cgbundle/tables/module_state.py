@@ -1,4 +1,4 @@
-"""What the data symbols of kernel images held when they were recorded: `graphs/modules.bin`."""
+"""The contents of data symbols of kernel images when they were recorded: `graphs/modules.bin`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .table import Column, Data, Layout, invalid, symbols, unpack
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """A place: position of a memory in MEMORIES, and bytes into it."""
+    """An offset in bytes into a memory (position in MEMORIES)."""
 
     memory: int
     offset: int
@@ -17,15 +17,13 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relocation:
-    """The 8 bytes at `at` of a parameter block hold the address of `target`."""
-
     at: int
     target: Address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleState:
-    """A data symbol of an image whose contents had changed when it was recorded: written back after the module is loaded."""
+    """A data symbol whose contents had changed when it was recorded; they are written back after the module is loaded."""
 
     image: str
     symbol: str
@@ -52,7 +50,7 @@ STATES = Layout(
 
 
 def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]:
-    """The module states in `data`.  Raises table-invalid unless the structure is sound and relocations lie in their contents."""
+    """Raises table-invalid unless the structure is valid and relocations are inside the contents."""
     _, columns = unpack(STATES, data, where)
     names, limits, contents = columns["symbols"], columns["symbol_bounds"], columns["contents"]
     states = []

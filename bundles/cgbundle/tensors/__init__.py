@@ -1,3 +1,1 @@
-"""Tensors of the caller's library (NumPy, torch, CuPy, DLPack) without importing it.
-And a tensor of our own where there is none.
-"""
+"""Tensors of the caller's library (NumPy, torch, CuPy, DLPack) without importing it, and a tensor of our own."""

@@ -1,5 +1,4 @@
-"""Tensors by DLPack, in and out: capsules are looked at, not consumed.  Layouts of structures are those of dlpack.h, version 0.8
-(DLManagedTensor)."""
+"""DLPack capsules, in and out. Input capsules are read, not consumed. Structures are those of dlpack.h, version 0.8."""
 
 from __future__ import annotations
 
@@ -41,12 +40,9 @@ _capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, (ctypes.c_void_p
 def export(
     address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: tuple[int, int]
 ) -> object:
-    """A capsule over memory that `owner` keeps, until its consumer lets go; `device` as `__dlpack_device__` gives it.
-
-    A consumer that refuses drops the capsule with its exception set, which a callback written in Python would lose.  So a tensor
-    holds its last capsule itself and lets go in `__del__`, where Python has put exceptions aside.  NumPy, whose callbacks are
-    written in C, is preferred where the caller uses it.
-    """
+    """A capsule over memory that `owner` keeps alive until the consumer releases it; `device` as in `__dlpack_device__`. A consumer
+    that refuses drops the capsule with its exception set, which a Python callback would lose. So a tensor keeps its last capsule,
+    and releases it in `__del__`, where Python saves exceptions. NumPy, whose callbacks are in C, is preferred if it is loaded."""
     rank = len(shape)
     managed = Managed()
     sizes, steps = (ctypes.c_int64 * rank)(*shape), (ctypes.c_int64 * rank)(*strides)
@@ -63,8 +59,8 @@ def export(
 
 @_Deleter
 def _delete(address: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """The consumer is done: drop the reference that `export` took (after this the structure itself is gone).  While the interpreter
-    ends, modules' names are None, and nothing is dropped."""
+    """The consumer is done: drops the reference of `export`. At interpreter exit module globals are None, and nothing is
+    dropped."""
     if ending():
         return
     _api.Py_DecRef(ctypes.cast(Managed.from_address(address).context, ctypes.py_object))
@@ -72,7 +68,7 @@ def _delete(address: int, ending: Callable[[], bool] = sys.is_finalizing) -> Non
 
 @_Deleter
 def _destroy(capsule: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """The capsule dies; when nobody consumed it (it still has its first name) the tensor is released here."""
+    """The capsule is freed: releases the tensor if nobody consumed it (it still has its first name)."""
     if ending():
         return
     _is_valid = _api.PyCapsule_IsValid
@@ -87,7 +83,7 @@ def _destroy(capsule: int, ending: Callable[[], bool] = sys.is_finalizing) -> No
 
 
 class _Versioned(ctypes.Structure):
-    """DLManagedTensorVersioned of version 1.0, as far as its flags."""
+    """DLManagedTensorVersioned of version 1.0, up to its flags."""
 
     _fields_ = (
         ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
@@ -95,17 +91,12 @@ class _Versioned(ctypes.Structure):
     )  # fmt: skip
 
 
-READ_ONLY = 1
-"""DLPACK_FLAG_BITMASK_READ_ONLY."""
-
-IMMUTABLE = ("jax", "jaxlib")
-"""Libraries whose arrays never change, whatever a capsule says."""
-
+READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+IMMUTABLE = ("jax", "jaxlib")  # libraries whose arrays never change, whatever a capsule says
 MOST_AXES = 64
-"""Of a tensor."""
 
 REFUSALS = (BufferError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-"""What methods of a caller's class raise where they do not do what DLPack says."""
+"""Exceptions of a caller's class that does not implement DLPack."""
 
 _capsule_pointer = _api.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
@@ -114,78 +105,64 @@ _capsule_is.restype, _capsule_is.argtypes = ctypes.c_int, (ctypes.py_object, cty
 
 
 def read(value: Any, name: str) -> tuple[int, str, Sequence[int], Sequence[int] | None, object, int | None]:
-    """The memory of any object with `__dlpack__`, as what a `Tensor` is made of; the capsule keeps the object alive.
+    """The arguments of a `Tensor` over an object with `__dlpack__`; the capsule keeps the object alive. Raises input-kind for other
+    devices than CPU and CUDA, vector lanes, unknown dtypes."""
 
-    Raises input-kind for what cannot be read: other devices than CPU and CUDA, vector lanes, unknown dtypes.
-    """
+    def refused(text: str) -> CallError:
+        return CallError("input-kind", f"input {name!r}: {text}")
+
     if not (can_be_asked(value) and hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__")):
-        raise CallError(
-            "input-kind", f"input {name!r}: expected a NumPy array, a torch tensor or a DLPack tensor, got {kind_of(value)}"
-        )
-    device_type = _device_type(value, name)
-    if device_type not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
-        raise CallError("input-kind", f"input {name!r}: DLPack device type {device_type} is neither CPU nor CUDA")
-    options = {"stream": LEGACY_STREAM} if device_type in (CUDA, CUDA_MANAGED) else {}
+        raise refused(f"expected a NumPy array, a torch tensor or a DLPack tensor, got {kind_of(value)}")
     try:
-        capsule = value.__dlpack__(**options)
+        device_type, number = value.__dlpack_device__()
+        device_type = operator.index(device_type) + 0 * operator.index(number)
+    except REFUSALS:
+        raise refused("its __dlpack_device__() gives no device type and number") from None
+    if device_type not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
+        raise refused(f"DLPack device type {device_type} is neither CPU nor CUDA")
+    try:
+        capsule = value.__dlpack__(**({"stream": LEGACY_STREAM} if device_type in (CUDA, CUDA_MANAGED) else {}))
     except REFUSALS as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CallError("input-kind", f"input {name!r}: its library does not export it: {reason}") from None
+        raise refused(f"its library does not export it: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
     if not _capsule_is(capsule, b"dltensor"):
         kind = type(capsule).__name__
         what = "one that is used up, or of another kind" if kind == "PyCapsule" else kind
-        raise CallError("input-kind", f"input {name!r}: expected a DLPack capsule called dltensor, got {what}")
+        raise refused(f"expected a DLPack capsule called dltensor, got {what}")
     source = Managed.from_address(_capsule_pointer(capsule, b"dltensor")).tensor
     dtype = CODES.get((source.code, source.bits))
     if dtype is None or source.lanes != 1:
-        raise CallError(
-            "input-kind",
-            f"input {name!r}: DLPack dtype (code {source.code}, {source.bits} bits, {source.lanes} lanes) is not supported",
-        )
+        raise refused(f"DLPack dtype (code {source.code}, {source.bits} bits, {source.lanes} lanes) is not supported")
     if not 0 <= source.ndim <= MOST_AXES or (source.ndim and not source.shape):
-        layout = f"{source.ndim} axes{'' if source.shape else ' and no shape'}"
-        raise CallError("input-kind", f"input {name!r}: its DLPack capsule has {layout}")
+        raise refused(f"its DLPack capsule has {source.ndim} axes{'' if source.shape else ' and no shape'}")
     shape = source.shape[: source.ndim]
     strides = source.strides[: source.ndim] if source.strides else None
     address = (source.data or 0) + source.byte_offset
     check_place(address, dtype, shape, strides, name)
     if source.device_type != device_type:
-        text = f"its DLPack capsule is for device type {source.device_type}, and its __dlpack_device__() says {device_type}"
-        raise CallError("input-kind", f"input {name!r}: {text}")
-    on_host = device_type in (CPU, CUDA_HOST)
-    return address, dtype, shape, strides, capsule, None if on_host else source.device_id
-
-
-def _device_type(value: Any, name: str) -> int:
-    try:
-        device_type, number = value.__dlpack_device__()
-        return operator.index(device_type) + 0 * operator.index(number)
-    except REFUSALS:
-        raise CallError("input-kind", f"input {name!r}: its __dlpack_device__() gives no device type and number") from None
+        raise refused(f"its DLPack capsule is for device type {source.device_type}, and its __dlpack_device__() says {device_type}")
+    return address, dtype, shape, strides, capsule, None if device_type in (CPU, CUDA_HOST) else source.device_id
 
 
 def check_writable(value: Any, name: str) -> None:
-    """Raises input-unwritable unless an object with `__dlpack__` says, as DLPack 1.0 can, that its memory may be written to."""
-    library = type(value).__module__.partition(".")[0]
-    if library in IMMUTABLE:
-        raise _unwritable(name, f"arrays of {library} never change")
+    """Raises input-unwritable unless the object allows writes, as DLPack 1.0 can say."""
+    library, reason = type(value).__module__.partition(".")[0], ""
     try:
-        capsule = value.__dlpack__(max_version=(1, 0))
+        capsule = value.__dlpack__(max_version=(1, 0)) if library not in IMMUTABLE else None
     except (TypeError, BufferError, RuntimeError):
         capsule = None
-    if capsule is None or not _capsule_is(capsule, b"dltensor_versioned"):
-        raise _unwritable(name, f"its library ({library}) does not say whether it may be written to")
-    if _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned")).flags & READ_ONLY:
-        raise _unwritable(name, f"its library ({library}) shares it read-only")
-
-
-def _unwritable(name: str, reason: str) -> CallError:
-    hint = "pass a copy of it as a NumPy array, a torch tensor or a cgbundle.Tensor"
-    return CallError("input-unwritable", f"input {name!r}: the model writes to it, and {reason}", hint)
+    if library in IMMUTABLE:
+        reason = f"arrays of {library} never change"
+    elif capsule is None or not _capsule_is(capsule, b"dltensor_versioned"):
+        reason = f"its library ({library}) does not say whether it may be written to"
+    elif _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned")).flags & READ_ONLY:
+        reason = f"its library ({library}) shares it read-only"
+    if reason:
+        hint = "pass a copy of it as a NumPy array, a torch tensor or a cgbundle.Tensor"
+        raise CallError("input-unwritable", f"input {name!r}: the model writes to it, and {reason}", hint)
 
 
 def can_be_asked(value: Any) -> bool:
-    """Whether an object of the caller's says without raising which attributes it has."""
+    """Whether an object of the caller's class has attributes without raising."""
     try:
         hasattr(value, "__dlpack__")
     except REFUSALS:

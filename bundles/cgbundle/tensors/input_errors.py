@@ -1,4 +1,4 @@
-"""What is wrong with an input, once a call has failed: no call that works pays for these."""
+"""Explains failed calls. Successful calls do not import this."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import Any
 from ..errors import CallError, CgbundleError
 from ..format.schema import DTYPES, TensorSpec
 from ..format.size_expressions import text
+from ..format.spans import dense
 from .library import Descriptor
 from .numbers import is_safe
 
 TYPES: dict[str, Any] = {
     "int64": ctypes.c_int64, "int32": ctypes.c_int32, "int16": ctypes.c_int16, "int8": ctypes.c_int8, "uint8": ctypes.c_uint8,
-}  # fmt: skip
-"""By dtype: those that an index may have."""
-
-FAULTS = ("operation-refused", "driver-failed")
-"""What a replay raises where compiled code finds an index out of range."""
-
+}  # fmt: skip  # dtypes of indices
+FAULTS = ("operation-refused", "driver-failed")  # errors of a replay if compiled code finds an index out of range
 HALF_DONE = ("operation-refused", "assertion-failed", "input-value")
-"""What is raised in the middle of a call: what it wrote before stays, also where eager PyTorch checks first."""
+"""Errors in the middle of a call, whose writes stay, also where eager PyTorch checks first."""
 
 WRITTEN = "; state that the call writes to may hold a part of it: reset() brings back what it held at first"
 
@@ -30,41 +27,31 @@ WRITTEN = "; state that the call writes to may hold a part of it: reset() brings
 def explained(
     error: CgbundleError, specs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], *, writes: bool
 ) -> CgbundleError:
-    """The error of a replay, or where an input of the CPU has an element out of its range, an input-value that names the first.
-    `writes`: the call changes state, and the hint says what has become of that."""
-    explanation = _index_out_of_range(error, specs, descriptors)
-    if writes and explanation.code in HALF_DONE:
-        return type(explanation)(explanation.code, str(explanation), explanation.hint + WRITTEN)
-    return explanation
-
-
-def _index_out_of_range(error: CgbundleError, specs: Sequence[TensorSpec], descriptors: Sequence[Descriptor]) -> CgbundleError:
-    if error.code in FAULTS:
-        for spec, (address, shape, dtype, strides, device) in zip(specs, descriptors, strict=True):
-            if spec.range and device is None and dtype in TYPES:
-                for at, value in _outside(address, shape, dtype, strides, *spec.range):
-                    low, high = spec.range
-                    text = f"input {spec.name!r}: value {value} at {list(at)} is outside {low}..{high - 1}"
-                    return CallError("input-value", text)
+    """The error of a replay, or an input-value that names the first index out of range in an input on the CPU. `writes`: the call
+    changes state, which the hint mentions."""
+    for spec, (address, shape, dtype, strides, device) in zip(specs, descriptors, strict=True):
+        if error.code in FAULTS and spec.range and device is None and dtype in TYPES:
+            low, high = spec.range
+            if first := next(_outside(address, shape, dtype, strides, low, high), None):
+                text = f"input {spec.name!r}: value {first[1]} at {list(first[0])} is outside {low}..{high - 1}"
+                error = CallError("input-value", text)
+    if writes and error.code in HALF_DONE:
+        return type(error)(error.code, str(error), error.hint + WRITTEN)
     return error
 
 
 def _outside(
     address: int, shape: Sequence[int], dtype: str, strides: Sequence[int] | None, low: int, high: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(place, value) of elements that are not in [low, high), a row at a time; `strides` in elements, None for row-major."""
+    """(place, value) of elements outside [low, high); `strides` in elements, None for row-major."""
     if 0 in shape:
         return
-    if strides is None:
-        steps = [1]
-        for size in reversed(shape[1:]):
-            steps.insert(0, steps[0] * size)
-        strides = steps[: len(shape)]
     *outer, size = shape or (1,)
-    step = strides[-1] if shape else 1
+    steps = dense(shape) if strides is None else strides
+    step = steps[-1] if shape else 1
     width = DTYPES[dtype]
     for at in product(*map(range, outer)):
-        start = address + width * sum(index * stride for index, stride in zip(at, strides, strict=False))
+        start = address + width * sum(index * stride for index, stride in zip(at, steps, strict=False))
         count = (size - 1) * abs(step) + 1
         if step < 0:
             start -= width * (count - 1)
@@ -77,7 +64,7 @@ def _outside(
 
 
 def wrong_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], expected: int | None) -> CallError:
-    """The input-device of inputs on several devices, or on another one than the program's, `expected`."""
+    """The input-device of inputs on several devices, or on another than the program's."""
     for spec, (*_, device) in zip(inputs, descriptors, strict=True):
         if device is not None and device != expected:
             here = "the CPU" if expected is None else f"the CPU or CUDA device {expected}"
@@ -87,7 +74,7 @@ def wrong_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor]
 
 
 def wrong_dtype(spec: TensorSpec, dtype: str, *, written: bool) -> CallError:
-    """The input-dtype of an input of another dtype than the signature's; `written`: the model writes to it."""
+    """The input-dtype of an input; `written`: the model writes to it."""
     hint = f"convert it to {spec.dtype} before the call"
     if written:
         hint += ": the model writes to it, so it is never cast"
@@ -99,7 +86,7 @@ def wrong_dtype(spec: TensorSpec, dtype: str, *, written: bool) -> CallError:
 
 
 def unreadable(error: CallError, spec: TensorSpec, value: object) -> CallError:
-    """The error of a library that cannot take `value` for an input, with what the signature says of that input."""
+    """Adds the signature and a hint to the error of an input that is no tensor."""
     hint = error.hint
     if isinstance(value, dict):
         hint = "every input is an argument of its own: program(**inputs)"

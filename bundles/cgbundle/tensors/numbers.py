@@ -1,7 +1,5 @@
-"""Numbers of tensors as Python's: read from bytes and written to them, cast where nothing is lost, and printed.  Pure.
-
-A cast is safe where NumPy calls it so (`numpy.can_cast`), but for (u)int64 to float64 and complex128, where NumPy gives up digits.
-"""
+"""Numbers of tensors as Python's: decoded, encoded, cast without loss, printed. A cast is safe where NumPy calls it so
+(`numpy.can_cast`), except (u)int64 to float64 and complex128, which lose digits. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from ..format.schema import DTYPES
 _INTEGERS = {
     "bool": (1, False), "uint8": (8, False), "uint16": (16, False), "uint32": (32, False), "uint64": (64, False),
     "int8": (7, True), "int16": (15, True), "int32": (31, True), "int64": (63, True),
-}  # fmt: skip
-"""Binary digits of the largest number, and whether there are negative ones."""
-
+}  # fmt: skip  # binary digits of the largest number, and whether negative ones exist
 _FLOATS = {
     "float8_e4m3fn": (4, 8, -9), "float8_e5m2": (3, 15, -16), "float16": (11, 15, -24), "bfloat16": (8, 127, -133),
     "float32": (24, 127, -149), "float64": (53, 1023, -1074),
@@ -31,7 +27,7 @@ _ARRAYS = {
     "float64": "d", "float32": "f", "int64": "q", "int32": "i", "int16": "h", "int8": "b",
     "uint64": "Q", "uint32": "I", "uint16": "H", "uint8": "B", "bool": "B", "complex64": "f", "complex128": "d",
 }  # fmt: skip
-"""The type codes of `array.array`; of complex numbers those of their parts."""
+"""Type codes of `array.array`; for complex numbers of their parts."""
 
 _ONE = {"float8_e4m3fn": 0x38, "float8_e5m2": 0x3C}
 
@@ -46,9 +42,7 @@ def decode(dtype: str, data: bytes) -> list[Any]:
         return [_e4m3fn(byte) for byte in data]
     if dtype == "float16":
         return list(struct.unpack(f"<{len(data) // 2}e", data))
-    if dtype == "bool":
-        return [bool(byte) for byte in data]
-    return array.array(_ARRAYS[dtype], data).tolist()
+    return list(map(bool, data)) if dtype == "bool" else array.array(_ARRAYS[dtype], data).tolist()
 
 
 def _e4m3fn(byte: int) -> float:
@@ -61,15 +55,11 @@ def _e4m3fn(byte: int) -> float:
 
 
 def is_safe(source: str, target: str) -> bool:
-    """Whether every value of dtype `source` has an equal one of dtype `target`."""
-    if source == target:
-        return True
-    if source not in DTYPES:
-        return False  # of a library's own
-    if target in PARTS:
-        return is_safe(PARTS.get(source, source), PARTS[target])
-    if source in PARTS:
-        return False
+    """Whether every value of `source` has an equal one of `target`."""
+    if source == target or source not in DTYPES:
+        return source == target  # others are a library's own
+    if target in PARTS or source in PARTS:
+        return target in PARTS and is_safe(PARTS.get(source, source), PARTS[target])
     if target in _INTEGERS:
         digits, negative = _INTEGERS[target]
         return source in _INTEGERS and _INTEGERS[source][0] <= digits and (negative or not _INTEGERS[source][1])
@@ -81,7 +71,7 @@ def is_safe(source: str, target: str) -> bool:
 
 
 def encoded(numbers: list[Any], dtype: str) -> bytes:
-    """The little-endian bytes of numbers, each of which `dtype` has; complex ones as their two parts."""
+    """Little-endian bytes of numbers that `dtype` has; complex ones as their two parts."""
     if dtype in _ARRAYS:
         return array.array(_ARRAYS[dtype], numbers).tobytes()
     if dtype == "float16":
@@ -95,21 +85,20 @@ def encoded(numbers: list[Any], dtype: str) -> bytes:
 
 Number = bool | int | float | complex
 
-FEW = 16
-"""So many are shown all."""
-
+FEW = 16  # up to this number all are shown
 EDGES = ((3, 3), (1, 1), (1, 0))
-"""Of more: how many are shown at both ends of the last axis, of the one before it, and of the others."""
+"""For more: numbers shown at both ends of the last axis, the one before it, and the others."""
 
 
 def values(shape: Sequence[int], strides: Sequence[int], read: Callable[[int], Number]) -> str:
-    """`[[1, 2, 3, ..., 8, 9, 0], ..., [1, 2, 3, ..., 8, 9, 0]]`, floats with six digits.  `read` gives the element that lies so
-    many elements behind the first."""
+    """`[[1, 2, 3, ..., 8, 9, 0], ..., [1, 2, 3, ..., 8, 9, 0]]`, floats with six digits. `read` returns the element at an offset in
+    elements."""
     edges = EDGES if prod([max(1, size) for size in shape]) > FEW else ()
 
     def along(axis: int, at: int) -> str:
         if axis == len(shape):
-            return _number(read(at))
+            number = read(at)
+            return f"{number:.6g}" if isinstance(number, float | complex) else str(number)
         size = shape[axis]
         first, last = edges[min(len(shape) - 1 - axis, 2)] if edges else (size, 0)
         if size <= first + last:
@@ -120,7 +109,3 @@ def values(shape: Sequence[int], strides: Sequence[int], read: Callable[[int], N
         return f"[{', '.join([*begin, *['...'] * (size > first + last), *end])}]"
 
     return along(0, 0)
-
-
-def _number(value: Number) -> str:
-    return f"{value:.6g}" if isinstance(value, float | complex) else str(value)

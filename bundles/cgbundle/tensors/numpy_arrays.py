@@ -13,7 +13,7 @@ from .tensor import Tensor
 
 
 class Numpy(Library):
-    """Tensors of NumPy.  bfloat16 and float8 arrays are those of the `ml_dtypes` package."""
+    """Arrays of NumPy; bfloat16 and float8 are those of `ml_dtypes`."""
 
     name = "numpy"
 
@@ -22,11 +22,12 @@ class Numpy(Library):
         self.names: dict[Any, str] = {}
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
-        if type(value) is not self.module.ndarray and not isinstance(value, self.module.ndarray):
+        array = self.module.ndarray
+        if type(value) is not array and not isinstance(value, array):
             if not isinstance(value, self.module.generic):
                 raise CallError("input-kind", f"input {name!r}: expected a NumPy array like the first input, got {kind_of(value)}")
             value = self.module.asarray(value)
-        elif type(value) is not self.module.ndarray:
+        elif type(value) is not array:
             if isinstance(value, self.module.ma.MaskedArray):
                 raise CallError("input-kind", f"input {name!r}: expected an array without a mask, got {kind_of(value)}")
             value = self.module.asarray(value)  # a class of the caller's may say of itself what is not so
@@ -70,10 +71,13 @@ class Numpy(Library):
 
     def as_strided(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
         size, at = DTYPES[dtype], value.__array_interface__["data"][0] + offset
-        steps = tuple([stride * size for stride in strides])
         # as elements without a type: those of `ml_dtypes` have no name in this interface
-        borrowed = _Borrowed(at, not value.flags.writeable, f"|V{size}", tuple(shape), steps, value)
-        return self.module.asarray(borrowed).view(self._dtype(dtype))
+        memory = _Borrowed()
+        memory.owner, memory.__array_interface__ = value, {
+            "version": 3, "data": (at, not value.flags.writeable), "typestr": f"|V{size}", "shape": tuple(shape),
+            "strides": tuple([stride * size for stride in strides]),
+        }  # fmt: skip
+        return self.module.asarray(memory).view(self._dtype(dtype))
 
     def copy(self, value: Any) -> Any:
         return value.copy()
@@ -83,9 +87,8 @@ class Numpy(Library):
 
     def writable(self, value: Any, name: str) -> Any:
         if not (isinstance(value, self.module.ndarray) and value.flags.writeable):
-            raise CallError(
-                "input-unwritable", f"input {name!r}: the model writes to it, and the array is read-only", "pass a copy of it"
-            )
+            text = f"input {name!r}: the model writes to it, and the array is read-only"
+            raise CallError("input-unwritable", text, "pass a copy of it")
         return value
 
     def _dtype(self, name: str) -> Any:
@@ -97,8 +100,6 @@ class Numpy(Library):
 
 
 class Cupy(Numpy):
-    """NumPy's interface over GPU memory."""
-
     name = "cupy"
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
@@ -129,9 +130,5 @@ class Cupy(Numpy):
 class _Borrowed:
     """NumPy's array interface over memory of `owner`, which the array keeps."""
 
-    def __init__(
-        self, address: int, read_only: bool, kind: str, shape: tuple[int, ...], steps: tuple[int, ...], owner: object
-    ) -> None:
-        place = (address, read_only)
-        self.__array_interface__ = {"version": 3, "data": place, "typestr": kind, "shape": shape, "strides": steps}
-        self.owner = owner
+    __array_interface__: dict[str, Any]
+    owner: object

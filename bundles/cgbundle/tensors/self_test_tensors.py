@@ -1,4 +1,4 @@
-"""What a self-test compares, in order, and how far each may be off: from the manifest alone."""
+"""The tensors that a self-test compares, and their bounds, from the manifest."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ Source: cgcompile/transforms/near_ties.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedTensor:
-    """A tensor that is compared: `kind` is output, mutated (an input) or state, `index` its position in the signature or in the
-    weights."""
+    """`kind`: output, mutated (an input) or state; `index`: its position in the signature or the weights."""
 
     kind: str
     index: int
@@ -52,7 +51,7 @@ class ComparedTensor:
 
 
 def self_test_tensors(manifest: Manifest, entry: EntrySpec) -> list[ComparedTensor]:
-    """The outputs, the inputs that a call changes, and the weights of memory state, in this order."""
+    """Outputs, mutated inputs, and state weights, in this order."""
     tensors = [_compared("output", index, spec) for index, spec in enumerate(entry.outputs)]
     mutated = [(index, entry.inputs[index]) for index in entry.mutated_inputs]
     tensors += [_compared("mutated", index, spec) for index, spec in mutated]
@@ -65,7 +64,7 @@ def _compared(kind: str, index: int, row: TensorSpec | Weight) -> ComparedTensor
 
 
 def is_exact(dtype: str) -> bool:
-    """Whether values of `dtype` have to be equal: integers and booleans do."""
+    """Whether values have to be equal: integers and booleans."""
     return not dtype.startswith(("float", "bfloat", "complex"))
 
 
@@ -78,7 +77,7 @@ def inputs_of(self_test: Mapped, entry: EntrySpec, key: tuple[int, ...]) -> list
 
 
 def stored(self_test: Mapped, name: str) -> memoryview:
-    """The bytes of a tensor of the self-test.  Raises weights-invalid where it has none of that name."""
+    """The bytes of a self-test tensor. Raises weights-invalid."""
     if name not in self_test.entries:
         raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r} is missing")
     return self_test.data(name)

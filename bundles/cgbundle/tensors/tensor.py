@@ -1,19 +1,18 @@
-"""A tensor without a tensor library: an address, a dtype, a shape and whoever keeps the memory alive.
-
-The runtime takes DLPack inputs apart with these, and hands them out when the caller uses neither NumPy nor torch.
-"""
+"""A tensor without a tensor library, for DLPack inputs and for callers without NumPy and torch."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from math import prod
 from typing import Any
 
+from ..errors import CallError
 from ..format.schema import DTYPES
-from ..format.spans import dense, is_dense
-from .library import CPU, CUDA
+from ..format.spans import dense, is_dense, span_of
+from .library import CPU, CUDA, LEGACY_STREAM, Descriptor, Library, Wrapper, check_place
 
 
 class Tensor:
@@ -25,7 +24,7 @@ class Tensor:
     def __init__(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, owner: Any, device: int | None = None
     ) -> None:
-        self.address = address
+        self.address = address  # one by one: every call makes some, and a tuple takes longer
         self.dtype = dtype
         self.shape = tuple(shape)
         self.strides = dense(shape) if strides is None else tuple(strides)
@@ -113,8 +112,7 @@ class Tensor:
 
 
 class _Kept:
-    """Keeps a capsule, and lets go of it here: see `capsules.export`.  Only a tensor that is exported has one: an interrupt that
-    comes in `__del__` is lost."""
+    """Releases a capsule in `__del__` (see `capsules.export`), for exported tensors only: an interrupt in `__del__` is lost."""
 
     __slots__ = ("capsule",)
 
@@ -126,13 +124,12 @@ class _Kept:
 
 
 def empty(dtype: str, shape: Sequence[int]) -> Tensor:
-    """A row-major tensor of zeros in fresh CPU memory."""
     memory = (ctypes.c_char * max(1, prod(shape) * DTYPES[dtype]))()
     return Tensor(ctypes.addressof(memory), dtype, shape, None, memory)
 
 
 def from_bytes(data: Any, dtype: str, shape: Sequence[int]) -> Tensor:
-    """A tensor over a copy of `data` (anything with the buffer protocol).  Raises ValueError when the length does not fit."""
+    """A tensor over a copy of a buffer. Raises ValueError for another length."""
     raw = bytes(data)
     if len(raw) != prod(shape) * DTYPES[dtype]:
         raise ValueError(f"{len(raw)} bytes do not make {dtype} {list(shape)}")
@@ -142,7 +139,7 @@ def from_bytes(data: Any, dtype: str, shape: Sequence[int]) -> Tensor:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copies elements between tensors of one shape and dtype in CPU memory, in runs as long as both layouts allow."""
+    """Copies between CPU tensors of one shape and dtype, in the longest runs that both layouts allow."""
     if target.shape != source.shape or target.dtype != source.dtype:
         raise ValueError(f"cannot copy {_kind(source)} into {_kind(target)}")
     _check_near(target)
@@ -157,6 +154,15 @@ def copy(target: Tensor, source: Tensor) -> None:
     _copy(target.address, source.address, axes, run, size)
 
 
+def _copy(target: int, source: int, axes: list[tuple[int, int, int]], run: int, size: int) -> None:
+    if not axes:
+        ctypes.memmove(target, source, run)
+        return
+    (length, into, out), rest = axes[0], axes[1:]
+    for index in range(length):
+        _copy(target + index * into * size, source + index * out * size, rest, run, size)
+
+
 def _kind(tensor: Tensor) -> str:
     place = "cpu" if tensor.device is None else f"cuda:{tensor.device}"
     return f"{tensor.dtype}, {list(tensor.shape)}, {place}"
@@ -167,15 +173,6 @@ def _check_near(tensor: Tensor) -> None:
         raise BufferError(f"cgbundle.Tensor({_kind(tensor)}) lies on a GPU: read and write it with torch.from_dlpack or the like")
 
 
-def _copy(target: int, source: int, axes: list[tuple[int, int, int]], run: int, size: int) -> None:
-    if not axes:
-        ctypes.memmove(target, source, run)
-        return
-    (length, into, out), rest = axes[0], axes[1:]
-    for index in range(length):
-        _copy(target + index * into * size, source + index * out * size, rest, run, size)
-
-
 def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
     if not shape:
         return flat[0]
@@ -183,3 +180,103 @@ def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
         return flat
     step = prod(shape[1:])
     return [_nest(flat[index * step : (index + 1) * step], shape[1:]) for index in range(shape[0])]
+
+
+# --- the library ---------------------------------------------------------------------------------------------------------
+
+
+class DLPack(Library):
+    """Our own tensors; results return to another library through its `from_dlpack`."""
+
+    name = "dlpack"
+
+    def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
+        if isinstance(value, Tensor):
+            known = value._taken  # of a tensor that is given again nothing is asked again: a server's calls have eleven of them
+            if known is not None and (
+                known[0] is value.address and known[1] is value.shape and known[2] is value.dtype
+                and known[3] is value.strides and known[4] is value.device
+            ):  # fmt: skip
+                return value, known[5]
+            numbers = [value.address, *value.shape, *value.strides, *(() if value.device is None else (value.device,))]
+            if value.dtype not in DTYPES or any([type(number) is not int for number in numbers]):
+                text = f"input {name!r}: a cgbundle.Tensor with an invalid dtype, address, shape, strides or device"
+                raise CallError("input-kind", text)
+            if value.device is None:
+                check_place(value.address, value.dtype, value.shape, value.strides, name)
+            descriptor = self.describe(value)
+            if type(value.shape) is type(value.strides) is tuple:  # which nobody changes in place
+                value._taken = (value.address, value.shape, value.dtype, value.strides, value.device, descriptor)
+            return value, descriptor
+        from .capsules import read  # tensors of other libraries alone are read through these
+
+        taken = Tensor(*read(value, name))
+        return taken, self.describe(taken)
+
+    def describe(self, value: Tensor) -> Descriptor:
+        return value.address, value.shape, value.dtype, None if value.contiguous else value.strides, value.device
+
+    def strides(self, value: Tensor) -> Sequence[int]:
+        return value.strides
+
+    def byte_strides(self, value: Tensor) -> Sequence[int]:
+        return [stride * DTYPES[value.dtype] for stride in value.strides]
+
+    def ordered(self, value: Tensor, order: Sequence[int]) -> Tensor:
+        fresh: Tensor = self.empty(value.dtype, value.shape, value.device)
+        fresh.strides = dense(value.shape, order)
+        copy(fresh, value)
+        return fresh
+
+    def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper:
+        return lambda address, owner: Tensor(address, dtype, shape, strides, owner)
+
+    def wrap(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Tensor:
+        return Tensor(address, dtype, shape, strides, owner, device)
+
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Tensor:
+        if device is not None:
+            text = "a DLPack tensor on a GPU can only be replayed at a recorded size and laid out as recorded"
+            raise CallError("input-device", text, "pass torch or CuPy tensors")
+        return empty(dtype, shape)
+
+    def as_strided(self, value: Tensor, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+        return Tensor(value.address + offset, dtype, shape, strides, value.owner, value.device)
+
+    def stream(self, device: int) -> int | None:
+        return LEGACY_STREAM
+
+    def copy(self, value: Tensor) -> Tensor:
+        if value.device is None:
+            return value.clone()
+        size = max(1, span_of(value.dtype, value.shape, value.strides))
+        output = value.owner.copy_out(value.address, size, LEGACY_STREAM)  # of the runtime's own: no library copies it for us
+        return Tensor(output.address, value.dtype, value.shape, value.strides, output, value.device)
+
+    def cast(self, value: Tensor, dtype: str) -> Tensor:
+        if value.device is not None:
+            hint = "cast it before the call, or pass torch or CuPy tensors"
+            raise CallError("input-device", "a DLPack tensor on a GPU is not cast", hint)
+        from .numbers import PARTS, decode, encoded  # few calls need a cast
+
+        numbers = decode(value.dtype, value.tobytes())
+        if dtype in PARTS and value.dtype not in PARTS:
+            numbers = list(chain.from_iterable((number, 0) for number in numbers))
+        return from_bytes(encoded(numbers, PARTS.get(dtype, dtype)), dtype, value.shape)
+
+    def writable(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            return value
+        from .capsules import check_writable, read
+
+        check_writable(value, name)
+        return Tensor(*read(value, name))
+
+    def converted(self, value: Tensor, like: Any) -> Any:
+        if isinstance(like, Tensor):
+            return value
+        module: Any = sys.modules.get(type(like).__module__.partition(".")[0])
+        space: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
+        return space.from_dlpack(value) if hasattr(space, "from_dlpack") else value

@@ -1,8 +1,5 @@
-"""torch.Tensor, on the CPU or a GPU, without importing torch.
-
-Private of torch: `torch._C._cuda_getCurrentRawStream` and `torch._C._dynamo.guards.TensorGuards` (2.11, 2.13), with public ways
-beside them.
-"""
+"""torch.Tensor on the CPU or a GPU, without importing torch. Private of torch (2.11, 2.13), with public fallbacks:
+`torch._C._cuda_getCurrentRawStream`, `torch._C._dynamo.guards.TensorGuards`."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ class Torch(Library):
         self._guards = getattr(getattr(getattr(module._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
-        """Here every call passes, and pays 50 ns for every question."""
+        """Called for every input of every call: each check takes 50 ns."""
         if not isinstance(value, self._tensor):
             raise CallError("input-kind", f"input {name!r}: expected a torch tensor like the first input, got {kind_of(value)}")
         if value.layout is not self._strided:

@@ -1,21 +1,28 @@
-"""Every invariant of a bundle: the compiler checks before it publishes, the loader before it runs.
-One file per part of the manifest.
-"""
+"""Every invariant of a bundle. The compiler checks them before it publishes a bundle, the loader before it runs one."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
 
 from ..errors import BundleError
 from ..format.schema import EntrySpec
 
 
 def require(holds: bool, where: str, message: str) -> None:
-    """Raises manifest-invalid, naming the field, unless `holds`."""
+    """Raises manifest-invalid with the field's path unless `holds`."""
     if not holds:
         raise BundleError("manifest-invalid", f"{where}: {message}")
 
 
 def require_whole_calls(entry: EntrySpec, reason: str) -> None:
-    """Raises manifest-invalid where a call may be padded or chunked."""
+    """Raises manifest-invalid if calls may be padded or chunked."""
     for index, dimension in enumerate(entry.dimensions):
         whole = dimension.pad == "no" and not dimension.chunk
         require(whole, f"dimensions[{index}].pad", f"{dimension.name} is padded or chunked, and {reason}")
+
+
+def require_apart(ranges: Iterable[tuple[int, int, str]], message: str) -> None:
+    """Raises manifest-invalid if (begin, end, field) ranges overlap, with the field of the later one."""
+    for (_, end, _), (begin, _, where) in pairwise(sorted(ranges)):
+        require(end <= begin, where, message)

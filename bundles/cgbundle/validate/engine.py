@@ -1,4 +1,4 @@
-"""Every invariant of a bundle of an engine's graphs: their keys, the tensors that they are replayed over, their recordings."""
+"""Invariants of a bundle of an engine's graphs: keys, tensors, recordings."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ from . import require
 if TYPE_CHECKING:
     from ..tables.table import Table
 
-LARGEST_ALIGNMENT = 256
-"""torch's allocator aligns to 512; no kernel is known to want more than this."""
-
+LARGEST_ALIGNMENT = 256  # torch's allocator aligns to 512; no kernel is known to need more than this
 USED = tuple([MEMORIES.index(name) for name in ("weights", "inputs", "arena")])
-"""Memories that such recordings refer to: tables of libraries, the engine's tensors, and what only the graphs use."""
+"""Memories of such recordings: tables of libraries, the engine's tensors, temporaries of the graphs."""
 
 
 def check_engine(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless the engine's graphs and tensors are sound, and nothing else is in the bundle."""
+    """Raises manifest-invalid unless the engine's graphs and tensors are valid, and the bundle has nothing else."""
     engine = manifest.engine
     assert engine is not None  # whoever calls this has looked
     require(manifest.target.kind == "cuda", "target.kind", "an engine's graphs are for a GPU")
-    others = ("entries", "regions", "random", "frozen", "state_dimensions", "donations", "donated", "allowed", "world")
-    for field in others:
+    for field in ("entries", "regions", "random", "frozen", "state_dimensions", "donations", "donated", "allowed", "world"):
         require(getattr(manifest, field) in ((), None), field, "of a bundle of an engine's graphs")
     require(all(row.computed for row in manifest.weights), "weights", "of a bundle of an engine's graphs")
     require(1 <= len(engine.graphs) <= TABLE_ROWS, "engine.graphs", f"{len(engine.graphs)} of them")
@@ -43,33 +40,29 @@ def check_engine(manifest: Manifest) -> None:
         require(len(set(values)) == len(values), "engine.graphs", f"a {field} stands twice")
     memories = dict(manifest.memories)
     require({"inputs", "arena"} <= memories.keys(), "memories", "of an engine's graphs have inputs and an arena")
-    _check_spans(engine, memories["inputs"])
-    _check_tensors(engine, memories["arena"])
-
-
-def _check_spans(engine: Engine, size: int) -> None:
     for index, row in enumerate(engine.spans):
         where, power = f"engine.spans[{index}]", row.alignment & (row.alignment - 1) == 0
         require(power and 1 <= row.alignment <= LARGEST_ALIGNMENT, f"{where}.alignment", f"{row.alignment}")
         require(row.bytes > 0 and not row.offset % LARGEST_ALIGNMENT, where, "is empty, or not aligned")
-        require(row.offset + row.bytes < size, where, f"ends outside memory inputs, which has {size} bytes")
+        inside = row.offset + row.bytes < memories["inputs"]
+        require(inside, where, f"ends outside memory inputs, which has {memories['inputs']} bytes")
     for index, (row, after) in enumerate(pairwise(engine.spans)):
         require(row.offset + row.bytes < after.offset, f"engine.spans[{index + 1}]", "does not begin behind the one before it")
-
-
-def _check_tensors(engine: Engine, arena: int) -> None:
     require(len({row.name for row in engine.tensors}) == len(engine.tensors), "engine.tensors", "a name stands twice")
-    for index, row in enumerate(engine.tensors):
-        where = f"engine.tensors[{index}]"
-        sound = len(row.shape) == len(row.strides) and min((*row.shape, *row.strides), default=0) >= 0
-        require(sound, where, f"shape {list(row.shape)}, strides {list(row.strides)}")
-        size = span_of(row.dtype, row.shape, row.strides)
-        inside = row.offset + size <= arena if row.memory == "arena" else span_of_tensor(engine, row) is not None
-        require(size > 0 and inside, where, f"{size} bytes at {row.offset} of memory {row.memory} lie outside of it")
+    for index, tensor in enumerate(engine.tensors):
+        where, shape, strides = f"engine.tensors[{index}]", tensor.shape, tensor.strides
+        valid = len(shape) == len(strides) and min((*shape, *strides), default=0) >= 0
+        require(valid, where, f"shape {list(shape)}, strides {list(strides)}")
+        size = span_of(tensor.dtype, shape, strides)
+        inside = tensor.offset + size <= memories["arena"]
+        if tensor.memory == "inputs":
+            inside = span_of_tensor(engine, tensor) is not None
+        text = f"{size} bytes at {tensor.offset} of memory {tensor.memory} lie outside of it"
+        require(size > 0 and inside, where, text)
 
 
 def span_of_tensor(engine: Engine, tensor: EngineTensor) -> int | None:
-    """The position of the span that holds all of a tensor of memory inputs."""
+    """The position of the span that contains a tensor of memory inputs."""
     position = bisect_right(engine.spans, tensor.offset, key=lambda row: row.offset) - 1
     if position < 0:
         return None
@@ -78,7 +71,6 @@ def span_of_tensor(engine: Engine, tensor: EngineTensor) -> int | None:
 
 
 def check_engine_tables(bundle: Archive) -> None:
-    """Raises table-invalid or relocation-invalid unless every recording and the module states are sound."""
     assert bundle.manifest.engine is not None
     images = kernel_images(bundle.manifest)
     for position in range(len(bundle.manifest.engine.graphs)):
@@ -87,8 +79,7 @@ def check_engine_tables(bundle: Archive) -> None:
 
 
 def checked_table(bundle: Archive, position: int, images: Set[str]) -> Table:
-    """The recording of the engine's graph at `position`; `images` are those of the bundle.  Raises table-invalid or
-    relocation-invalid unless it is sound."""
+    """The checked recording of graph `position`; `images`: the bundle's. Raises table-invalid or relocation-invalid."""
     from ..tables.table import Table
     from .recordings import check_recording
 
@@ -106,40 +97,30 @@ def checked_table(bundle: Archive, position: int, images: Set[str]) -> Table:
 
 
 def check_engine_states(bundle: Archive) -> None:
-    """Raises table-invalid or relocation-invalid unless what the kernels' variables hold is sound."""
-    manifest = bundle.manifest
-    if not manifest.module_state:
-        return
-    from ..tables.module_state import decode_states
-    from .recordings import check_module_states
+    from .recordings import check_states
 
-    states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
-    check_module_states(states, manifest.module_state, graph_memories(manifest.memories), kernel_images(manifest))
-    for memory in sorted({row.target.memory for state in states for row in state.relocations} - {USED[0]}):
-        text = f"{manifest.module_state}: a variable points at memory {MEMORIES[memory]}, which moves with the engine's tensors"
+    for memory in sorted(check_states(bundle) - {"weights"}):
+        text = f"{bundle.manifest.module_state}: a variable points at memory {memory}, which moves with the engine's tensors"
         raise BundleError("table-invalid", text)
 
 
 # --- the keys of graphs, as text in a manifest: JSON of a number, a text, or a list of these for a tuple ---------------
 
 Key = int | str | tuple[int | str, ...]
-"""What an engine may call its graphs."""
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value can be a graph's key."""
     if type(value) is tuple:
         return all(type(part) in (int, str) and is_key(part) for part in value)
     return type(value) is str or (type(value) is int and abs(value) < INTEGER)
 
 
 def encode_key(key: Key) -> str:
-    """The text of a key, for which `is_key` holds."""
     return json.dumps(list(key) if isinstance(key, tuple) else key, separators=(",", ":"))
 
 
 def decode_key(text: str, where: str) -> Key:
-    """The key.  Raises manifest-invalid, naming `where`, for any text that `encode_key` does not make."""
+    """The key of a text. Raises manifest-invalid for text that `encode_key` does not produce."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

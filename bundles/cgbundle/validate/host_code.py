@@ -1,9 +1,5 @@
-"""What a shared object says that it was built for: rows of the bundle, behind the ELF object.
-
-AOTInductor's objects tell the names, dtypes and sizes of their constants, and how many inputs and outputs there are.  They tell no
-shape, and read and write as they were compiled: rows that say otherwise would send them past the caller's memory.  So the build
-leaves the rows that it compiled for behind the object, where the dynamic loader does not look, and readers compare.
-"""
+"""The rows of the bundle that a shared object was compiled for, appended behind the ELF object and compared by readers.
+AOTInductor's objects do not tell the shapes that they were compiled for; with other rows they would access memory out of bounds."""
 
 from __future__ import annotations
 
@@ -15,46 +11,37 @@ from typing import Any
 from ..format.file_names import host_regions
 from ..format.json_text import parse
 from ..format.records import is_record, members
-from ..format.schema import EntrySpec, Manifest, Value, Weight
+from ..format.schema import Manifest, Value, Weight
 
 MAGIC = b"cgb-rows"
 """The last bytes of the file; before them the length of the rows in 8 bytes, and before that the rows."""
 
 SIGNATURE = ("name", "dimensions", "inputs", "mutated_inputs", "outputs", "aliases", "call", "parameters", "result")
-"""What says how the code of a whole model is called, beside its values: fields of the entry."""
+"""Fields of the entry that the code of a whole model depends on, beside its values."""
 
-CONTENTS = ("zeros",)
-"""Fields of rows that say what is in memory, on which code does not depend."""
-
+CONTENTS = ("zeros",)  # fields about the contents of memory, on which code does not depend
 _WEIGHT, _VALUE = [attrgetter(*[name for name in members(record) if name not in CONTENTS]) for record in (Weight, Value)]
 
 
-def _owner(manifest: Manifest, region: int) -> EntrySpec:
-    """The entry whose programs run host region number `region`; the first where none does."""
-    return next((entry for entry in manifest.entries if region in host_regions(entry)), manifest.entries[0])
-
-
 def described(manifest: Manifest, region: int) -> bytes:
-    """The rows that the code of host region number `region` depends on, as canonical JSON."""
-    row, entry = manifest.regions[region], _owner(manifest, region)
-    steps = [(program, step) for program in entry.programs for step in program.steps if step.kind == "host"]
-    plain: dict[str, Any] = {
-        "constants": [(name, _WEIGHT(manifest.weights[weight])) for name, weight in row.constants],
-        "calls": [
-            (program.key, [[_VALUE(program.values[index]) for index in side] for side in (step.inputs, step.outputs)])
-            for program, step in steps
-            if step.region == region
-        ],
-    }
+    """The rows that the code of a host region depends on, as canonical JSON."""
+    # of the entry that runs it; of the first if none does
+    entry = next((entry for entry in manifest.entries if region in host_regions(entry)), manifest.entries[0])
+    calls = []
+    for program in entry.programs:
+        for step in program.steps:
+            if step.kind == "host" and step.region == region:
+                sides = [[_VALUE(program.values[index]) for index in side] for side in (step.inputs, step.outputs)]
+                calls.append((program.key, sides))
+    constants = [(name, _WEIGHT(manifest.weights[weight])) for name, weight in manifest.regions[region].constants]
+    plain: dict[str, Any] = {"constants": constants, "calls": calls}
     if manifest.target.kind == "cpu":
-        plain |= {name: _plain(getattr(entry, name)) for name in SIGNATURE}
-        plain["random"] = manifest.random
+        plain |= {name: _plain(getattr(entry, name)) for name in SIGNATURE} | {"random": manifest.random}
     return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
 
 
 def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Writes the rows behind every shared object of the bundle in `folder`, in place of what is there.  Its files must be described
-    anew."""
+    """Writes the rows behind every shared object of the bundle in `folder`, replacing earlier ones. The files' hashes change."""
     for index, region in enumerate(manifest.regions):
         if region.file:
             text = described(manifest, index)
@@ -67,7 +54,6 @@ def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 def read(data: bytes) -> bytes | None:
-    """The rows behind a shared object, of all its bytes; None where there are none."""
     end = len(data) - len(MAGIC) - 8
     length = int.from_bytes(data[-len(MAGIC) - 8 : -len(MAGIC)], "little")
     if not data.endswith(MAGIC) or end < length:
@@ -76,7 +62,7 @@ def read(data: bytes) -> bytes | None:
 
 
 def difference(actual: bytes, expected: bytes) -> str:
-    """The first field that differs between two texts of `described`; "" where one of them is none."""
+    """The first field that differs between two results of `described`; "" if one is invalid."""
     try:
         here, there = parse(actual), parse(expected)
         return str(next(name for name in sorted(there) if here.get(name) != there[name]))
@@ -85,7 +71,6 @@ def difference(actual: bytes, expected: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A record as the list of its fields."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if is_record(value):

@@ -1,23 +1,25 @@
-"""A manifest as a whole, and the signatures of its entries; pure."""
+"""Checks of a manifest as a whole, and of the signatures of its entries. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..errors import BundleError
 from ..format import file_names, limits, pytree
 from ..format.file_names import FORWARD, host_regions
-from ..format.schema import STATE, Dimension, EntrySpec, Manifest, TensorSpec
+from ..format.safetensors import ALIGNMENT
+from ..format.schema import HOST, KERNEL_CODE, MEMORIES, STATE, Dimension, EntrySpec, Manifest, TensorSpec, Weight
 from ..format.size_expressions import linear, names
+from ..format.spans import span
 from ..tensors.self_test_tensors import NEAR_TIES, WAIVER, is_exact, self_test_tensors
-from . import require, require_whole_calls
-from .memories import check_computed, check_frozen, check_memories, check_weight_rows, check_world
-from .programs import check_programs, check_size_evaluations
+from . import require, require_apart, require_whole_calls
+from .programs import check_programs, check_size_evaluations, checked_span
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless the manifest is sound in itself, file-damaged when it does not list a file that it needs."""
+    """Raises manifest-invalid unless the manifest is valid in itself, file-damaged if it does not list a file that it needs."""
     if manifest.engine is not None:
         from .engine import check_engine  # few bundles are of an engine's graphs
 
@@ -25,12 +27,17 @@ def check_manifest(manifest: Manifest) -> None:
     else:
         _check_entries(manifest)
     _of_entries(check_signature, manifest.entries)
-    _check_target(manifest)
+    target, hosted = manifest.target, any(region.kind == "host" for region in manifest.regions)
+    require(bool(target.arch), "target.arch", "empty")
+    require(not target.level or target.kind == "cpu", "target.level", "a bundle for a GPU has none")
+    alone = target.kind == "cpu" or not hosted
+    require(alone or bool(target.torch), "target.torch", "empty: host regions beside a GPU run on torch's libraries")
     check_memories(manifest)
-    check_world(manifest)
-    check_weight_rows(manifest)
     _check_regions(manifest)
-    if lasting := _has_lasting(manifest):
+    lasting = manifest.donations or manifest.donated or any(row.memory == STATE for row in manifest.weights)
+    lasting = lasting or manifest.random is not None or any(row.aliases or row.mutated_buffers for row in manifest.entries)
+    lasting = bool(lasting or manifest.state_dimensions)
+    if lasting:
         from .state import check_state  # few models keep state, alias outputs or have donations
 
         check_state(manifest)
@@ -38,31 +45,26 @@ def check_manifest(manifest: Manifest) -> None:
     check_computed(manifest)
     _of_entries(partial(_check_calls, manifest, lasting), manifest.entries)
     if lasting:
-        from .state import check_donations
+        from .state import check_donations, check_state_dimensions
 
         check_donations(manifest)
-    if manifest.state_dimensions:
-        from .state import check_state_dimensions
-
-        check_state_dimensions(manifest)
-    _check_owners(manifest)
+        if manifest.state_dimensions:
+            check_state_dimensions(manifest)
+    owners: dict[int, str] = {}  # a shared object, or the graphs of a recording, were compiled for one entry's signature
+    for entry in manifest.entries:
+        for region in host_regions(entry):
+            owner = owners.setdefault(region, entry.name)
+            require(owner == entry.name, f"regions[{region}]", f"is of two entries, {owner!r} and {entry.name!r}")
     _check_files(manifest)
     _of_entries(partial(check_self_test_rows, manifest), manifest.entries)
 
 
 def _of_entries(check: Callable[[EntrySpec], None], entries: Sequence[EntrySpec]) -> None:
-    """A check of every entry; errors name its field of the manifest."""
     for index, entry in enumerate(entries):
         try:
             check(entry)
         except BundleError as error:
             raise BundleError(error.code, f"entries[{index}].{error}", error.hint) from None
-
-
-def _has_lasting(manifest: Manifest) -> bool:
-    """Whether there is anything that state.py has invariants of."""
-    several = manifest.donations or manifest.donated or any(row.memory == STATE for row in manifest.weights)
-    return bool(several) or manifest.random is not None or any(entry.aliases or entry.mutated_buffers for entry in manifest.entries)
 
 
 def _check_calls(manifest: Manifest, lasting: bool, entry: EntrySpec) -> None:
@@ -77,7 +79,7 @@ def _check_calls(manifest: Manifest, lasting: bool, entry: EntrySpec) -> None:
 
 
 def _check_entries(manifest: Manifest) -> None:
-    """Every entry has a name of its own.  One that is called `forward` is the first."""
+    """Names are unique identifiers; `forward` is the first."""
     names = [entry.name for entry in manifest.entries]
     require(1 <= len(names) <= limits.ENTRIES, "entries", f"{len(names)}, expected 1 to {limits.ENTRIES}")
     for index, name in enumerate(names):
@@ -88,32 +90,12 @@ def _check_entries(manifest: Manifest) -> None:
     check_size_evaluations(manifest.entries)
 
 
-def _check_owners(manifest: Manifest) -> None:
-    """A shared object, and the graphs of a recording, are one entry's: they say how they are called."""
-    owners: dict[int, str] = {}
-    for entry in manifest.entries:
-        for region in host_regions(entry):
-            taken = owners.setdefault(region, entry.name)
-            require(taken == entry.name, f"regions[{region}]", f"is of two entries, {taken!r} and {entry.name!r}")
-
-
-def _check_target(manifest: Manifest) -> None:
-    require(bool(manifest.target.arch), "target.arch", "empty")
-    require(not manifest.target.level or manifest.target.kind == "cpu", "target.level", "a bundle for a GPU has none")
-    hosted = any(region.kind == "host" for region in manifest.regions)
-    beside = hosted and manifest.target.kind == "cuda"
-    require(bool(manifest.target.torch) or not beside, "target.torch", "empty: host regions beside a GPU run on torch's libraries")
-
-
 def _check_regions(manifest: Manifest) -> None:
     for index, region in enumerate(manifest.regions):
         where = f"regions[{index}]"
         require((region.kind == "host") == bool(region.file), f"{where}.file", "a host region has a file, a graph region none")
-        require(
-            region.kind == "graph" or region.file.startswith(file_names.HOST),
-            f"{where}.file",
-            f"a shared object outside {file_names.HOST}",
-        )
+        inside = region.kind == "graph" or region.file.startswith(file_names.HOST)
+        require(inside, f"{where}.file", f"a shared object outside {file_names.HOST}")
         for place, (_, weight) in enumerate(region.constants):
             require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
         require(len({name for name, _ in region.constants}) == len(region.constants), f"{where}.constants", "a name stands twice")
@@ -149,34 +131,27 @@ def _check_files(manifest: Manifest) -> None:
 
 
 def check_self_test_rows(manifest: Manifest, entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless every program has its proof and the self-test can be taken."""
-    keys = [program.key for program in entry.programs]
-    require([proof.key for proof in entry.self_test.proofs] == keys, "self_test.proofs", "do not match the programs")
-    require(1 <= entry.self_test.calls <= 16, "self_test.calls", f"{entry.self_test.calls} calls")
-    _check_bounds(manifest, entry)
-    for index, proof in enumerate(entry.self_test.proofs):
-        where = f"self_test.proofs[{index}]"
-        require(len(proof.errors) in (0, len(entry.self_test.bounds)), f"{where}.errors", "are not one per bound")
-        recorded = entry.self_test.expected == "recording"
-        require(proof.distance == 0 or recorded, f"{where}.distance", f"{proof.distance} of no recording")
-
-
-def _check_bounds(manifest: Manifest, entry: EntrySpec) -> None:
+    """Raises manifest-invalid unless every program has its proof and the self-test can be run."""
     self_test, compared = entry.self_test, self_test_tensors(manifest, entry)
+    keys = [program.key for program in entry.programs]
+    require([proof.key for proof in self_test.proofs] == keys, "self_test.proofs", "do not match the programs")
+    require(1 <= self_test.calls <= 16, "self_test.calls", f"{self_test.calls} calls")
     require(len(self_test.bounds) == len(compared), "self_test.bounds", f"{len(self_test.bounds)} for {len(compared)} tensors")
     tied = self_test.compare == "tolerance" and any(finding.rule == NEAR_TIES for finding in entry.findings)
     for index, (tensor, bound) in enumerate(zip(compared, self_test.bounds, strict=True)):
-        accepted = bound == 0 or (bound <= 1 and (WAIVER in manifest.allowed or tied))
-        require(
-            not is_exact(tensor.dtype) or accepted, f"self_test.bounds[{index}]", f"{tensor.title} has to be equal, got {bound}"
-        )
+        fits = bound == 0 or not is_exact(tensor.dtype) or (bound <= 1 and (WAIVER in manifest.allowed or tied))
+        require(fits, f"self_test.bounds[{index}]", f"{tensor.title} has to be equal, got {bound}")
+    for index, proof in enumerate(self_test.proofs):
+        where = f"self_test.proofs[{index}]"
+        require(len(proof.errors) in (0, len(self_test.bounds)), f"{where}.errors", "are not one per bound")
+        fits = proof.distance == 0 or self_test.expected == "recording"
+        require(fits, f"{where}.distance", f"{proof.distance} of no recording")
 
 
-# --- signatures of calls: dimensions, inputs and outputs, and which calls may be cut or padded ----------------------------
+# --- signatures of calls: dimensions, inputs and outputs, and which calls may be chunked or padded ------------------------
 
 
 def check_signature(entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless the signature is sound in itself."""
     _check_dimensions(entry.dimensions)
     known = {dimension.name for dimension in entry.dimensions}
     _check_specs("inputs", entry.inputs, known)
@@ -184,10 +159,19 @@ def check_signature(entry: EntrySpec) -> None:
     solved = {rule[0] for spec in entry.inputs for size in spec.shape if (rule := linear(size))}
     for dimension in entry.dimensions:
         require(dimension.name in solved, "dimensions", f"{dimension.name} is the size of no input's axis")
-    _check_cuts(entry)
-    _check_mutated(entry)
+    _check_chunks(entry)
+    mutated, rows = entry.mutated_inputs, entry.parameters
+    require(list(mutated) == sorted(set(mutated)), "mutated_inputs", "not ascending, or a position stands twice")
+    require(all(0 <= place < len(entry.inputs) for place in mutated), "mutated_inputs", "no such input")
+    if mutated:  # a part of the caller's tensor would stay unchanged, or be changed twice
+        require_whole_calls(entry, "calls write to their inputs")
     pytree.check_call(entry.call, len(entry.inputs))
-    _check_parameters(entry)
+    require(len(rows) == len(entry.call["call"]), "parameters", "are not those of the call")
+    for index, parameter in enumerate(rows):
+        if parameter.default is not None:
+            pytree.check(parameter.default, f"parameters[{index}].default", 0)
+        late = index and rows[index - 1].keyword and not parameter.keyword
+        require(not late, f"parameters[{index}].keyword", "a parameter by position follows one by name")
     _check_data_sizes(entry)
     pytree.check(entry.result, "result", len(entry.outputs) - len({row.count for row in entry.data_sizes}))
 
@@ -218,8 +202,8 @@ def _check_specs(where: str, specs: Sequence[TensorSpec], known: set[str]) -> No
             require(fits, f"{at}.shape[{axis}]", "an input's size must be scale * dimension + offset")
 
 
-def _check_cuts(entry: EntrySpec) -> None:
-    """A call is cut only where its parts can be told apart in every input, and joined in every output."""
+def _check_chunks(entry: EntrySpec) -> None:
+    """Chunks can be separated in every input and joined in every output."""
     for index, dimension in enumerate(entry.dimensions):
         if dimension.chunk:
             for kind, specs in (("inputs", entry.inputs), ("outputs", entry.outputs)):
@@ -229,19 +213,9 @@ def _check_cuts(entry: EntrySpec) -> None:
                     require(whole, f"dimensions[{index}].chunk", f"{kind}[{place}] cannot be chunked along {dimension.name}")
 
 
-def _check_mutated(entry: EntrySpec) -> None:
-    """The inputs that a call changes stand once each.  No call is padded or chunked: a part of the caller's tensor would be
-    left as it was, or be changed twice."""
-    mutated = entry.mutated_inputs
-    require(list(mutated) == sorted(set(mutated)), "mutated_inputs", "not ascending, or a position stands twice")
-    require(all(0 <= place < len(entry.inputs) for place in mutated), "mutated_inputs", "no such input")
-    if mutated:
-        require_whole_calls(entry, "calls write to their inputs")
-
-
 def _check_data_sizes(entry: EntrySpec) -> None:
-    """An axis of an output stands once, and its count is int64 of no axes, behind the outputs of the model.  No call is padded or
-    cut: what is selected from would be larger."""
+    """Axes are unique, and counts are scalar int64 after the model's outputs. Calls are not padded or chunked, which would enlarge
+    what is selected from."""
     rows, outputs = entry.data_sizes, entry.outputs
     places = [(row.output, row.axis) for row in rows]
     require(places == sorted(set(places)), "data_sizes", "not ascending, or an axis stands twice")
@@ -259,12 +233,132 @@ def _check_data_sizes(entry: EntrySpec) -> None:
         require_whole_calls(entry, "the sizes of outputs depend on data")
 
 
-def _check_parameters(entry: EntrySpec) -> None:
-    """A parameter for every argument of the call, those by name last, and defaults that are constants."""
-    rows = entry.parameters
-    require(len(rows) == len(entry.call["call"]), "parameters", "are not those of the call")
-    for index, parameter in enumerate(rows):
-        if parameter.default is not None:
-            pytree.check(parameter.default, f"parameters[{index}].default", 0)
-        late = index and rows[index - 1].keyword and not parameter.keyword
-        require(not late, f"parameters[{index}].keyword", "a parameter by position follows one by name")
+# --- memories and weights ------------------------------------------------------------------------------------------------
+
+
+WORLDS = range(2, 9)  # numbers of ranks: hosts with NVLink have at most eight GPUs
+CONSTANT, FOLDED, BAKED = "constant", "folded", "baked"  # reasons that a weight is frozen
+GRANULARITY = 2 << 20  # bytes: the driver's unit of memory that several GPUs may write to
+
+
+def check_memories(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless memories, the world and weights are valid: see `check_world`, `check_weight_rows`."""
+    names = [name for name, _ in manifest.memories]
+    require(
+        len(set(names)) == len(names) and set(names) <= {*MEMORIES, KERNEL_CODE}, "memories", f"unknown or double name in {names}"
+    )
+    check_world(manifest)
+    check_weight_rows(manifest)
+
+
+def check_world(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless a bundle of one of several ranks is for GPUs, with a part of memory peer for each rank."""
+    peer = dict(manifest.memories).get("peer")
+    world = manifest.world
+    if world is None:
+        require(peer is None, "memories.peer", "a bundle for one device has none")
+        return
+    require(manifest.target.kind == "cuda", "world", "the ranks of a model are GPUs")
+    require(world.size in WORLDS, "world.size", f"{world.size}, expected {WORLDS[0]} to {WORLDS[-1]}")
+    require(0 <= world.rank < world.size, "world.rank", f"{world.rank} of {world.size}")
+    require(world.stride > 0 and not world.stride % GRANULARITY, "world.stride", f"no multiple of {GRANULARITY}")
+    for name, at, size in (("status", world.status, 4), ("limit", world.limit, 8)):
+        inside = 0 <= at <= world.stride - size and not at % size
+        require(inside, f"world.{name}", f"{at} is no place of {size} bytes in {world.stride}")
+    require(peer == world.size * world.stride, "memories.peer", f"{peer}, {world.size} parts of {world.stride} bytes are expected")
+    hosted = next((index for index, region in enumerate(manifest.regions) if region.kind == "host"), None)
+    require(hosted is None, f"regions[{hosted}]", "a bundle over several GPUs has no operations on the host")
+    require(not manifest.donations and not manifest.module_state, "world", "with donations, or variables of kernels")
+
+
+def check_weight_rows(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless each weight is dense and at its own place; tied weights share one."""
+    require(len({weight.name for weight in manifest.weights}) == len(manifest.weights), "weights", "a name stands twice")
+    positions = {weight for region in manifest.regions for _, weight in region.constants if region.kind == "host"}
+    used = {weight.tensor for index, weight in enumerate(manifest.weights) if index in positions}
+    for index, weight in enumerate(manifest.weights):
+        where = f"weights[{index}]"
+        checked_span(where, weight)
+        require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
+        require(not weight.zeros or weight.memory == STATE, f"{where}.zeros", "of a weight that is no state")
+        if weight.memory == STATE:
+            continue  # check_state does
+        if manifest.target.kind == "cpu":
+            require(weight.memory == "weights", f"{where}.memory", "a weight of the cpu target beside its memory")
+            require(weight.offset == 0, f"{where}.offset", "a weight of the cpu target lies where the file has it")
+        elif weight.memory == HOST:
+            require(weight.tensor in used, f"{where}.memory", "is not on the GPU, and no host region uses it")
+            require(weight.offset == 0, f"{where}.offset", "a weight of the host lies where the file has it")
+        else:
+            require(weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
+    _check_ties(manifest.weights)
+    _check_places(manifest)
+
+
+def check_computed(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless `computed` weights are on a GPU, not tied, and read by no host region."""
+    read = {weight for region in manifest.regions for _, weight in region.constants}
+    computed = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.computed]
+    users = Counter([weight.tensor for weight in manifest.weights]) if computed else {}
+    for index, row in computed:
+        where = f"weights[{index}].computed"
+        there = manifest.target.kind == "cuda" and row.memory == "weights"
+        require(there and index not in read, where, f"{row.name!r} is not read by a GPU alone")
+        require(users[row.tensor] == 1, where, f"{row.tensor!r} is another weight's, too")
+
+
+def check_frozen(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless `frozen` are ascending weights with reasons that fit their memories."""
+    positions = [row.weight for row in manifest.frozen]
+    for place, row in enumerate(manifest.frozen):
+        where = f"frozen[{place}]"
+        ascends = row.weight > (positions[place - 1] if place else -1)
+        require(ascends and row.weight < len(manifest.weights), f"{where}.weight", "is no weight, or not ascending")
+        kept = manifest.weights[row.weight].memory == STATE
+        fits = (row.reason == STATE) == kept
+        require(fits, f"{where}.reason", f"{row.reason!r} of a weight of memory {manifest.weights[row.weight].memory}")
+        require(bool(row.where) == (row.reason == BAKED), f"{where}.where", f"{row.where!r} of a weight that is {row.reason}")
+
+
+def _check_ties(weights: Sequence[Weight]) -> None:
+    """A tensor has the name of one of its weights, so that no weight can get another's contents in another layout."""
+    owners = {weight.name: weight for weight in weights}
+    for index, weight in enumerate(weights):
+        owner = owners.get(weight.tensor)
+        if owner is weight:
+            continue
+        where = f"weights[{index}]"
+        known = owner is not None and owner.tensor == weight.tensor
+        require(known, f"{where}.tensor", f"{weight.tensor[:80]!r} is the name of no weight that lies there")
+        assert owner is not None
+        layout, other = [(row.dtype, row.shape, row.strides, row.memory == STATE) for row in (weight, owner)]
+        require(layout == other, where, f"is laid out otherwise than {owner.name!r}, the same tensor")
+        apart = HOST in (weight.memory, owner.memory)
+        require(apart or weight.offset == owner.offset, f"{where}.offset", f"lies elsewhere than {owner.name!r}, the same tensor")
+
+
+def _check_places(manifest: Manifest) -> None:
+    """Tensors are inside their memory and do not overlap."""
+    memories = dict(manifest.memories)
+    rows = {row.tensor: (index, row) for index, row in enumerate(manifest.weights) if row.memory != HOST}.values()
+    if manifest.target.kind == "cpu":
+        sizes = {"weights": sum(span(row) for _, row in rows if row.memory == "weights")}
+        ends = [row.offset + span(row) for _, row in rows if row.memory == STATE]
+        sizes |= {STATE: max(ends)} if ends else {}
+        fits = {name: size for name, size in memories.items() if size or name in sizes} == sizes
+        require(fits, "memories", f"{memories}, the weights make {sizes}")
+        return
+    ranges = [(row.offset, row.offset + span(row), f"weights[{at}].offset") for at, row in rows if row.memory == "weights"]
+    for _, end, where in sorted(ranges):
+        require(end <= memories.get("weights", 0), where, "outside memory weights")
+    require_apart(ranges, "overlaps another weight")
+
+
+def _is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements have no gaps or overlaps in some order of the axes."""
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != step and 0 not in shape:
+            return False
+        step *= size
+    return True

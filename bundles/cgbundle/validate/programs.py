@@ -1,25 +1,28 @@
-"""Every invariant of a manifest's programs: their keys, values, inputs and outputs; and what each step may read and write, and in
-which order."""
+"""Invariants of a manifest's programs: keys, values, inputs, outputs, and what each step may read and write."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise, product
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import product
 from math import prod
 from types import MappingProxyType
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import BundleError
 from ..format import limits
 from ..format.safetensors import nbytes
-from ..format.schema import HOST, PERSISTENT, Alias, EntrySpec, Manifest, Program, Region, Step, TensorSpec, Value, Weight
+from ..format.schema import HOST, MEMORIES, PERSISTENT, Alias, EntrySpec, Manifest, Program, Value, Weight
 from ..format.size_expressions import evaluate, operands
 from ..format.spans import Cover, Spans, extent, is_dense, span
-from . import require
-from .lifetimes import changed_rows, check_lifetimes
+from . import require, require_apart
+
+if TYPE_CHECKING:
+    from ..tables.table import Table
 
 
 def check_programs(manifest: Manifest, entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless the programs are sound."""
     count = prod(len(dimension.sizes) for dimension in entry.dimensions)
     require(len(entry.programs) == count, "programs", f"{len(entry.programs)}, the dimensions' sizes make {count}")
     keys = list(product(*[dimension.sizes for dimension in entry.dimensions]))
@@ -30,7 +33,6 @@ def check_programs(manifest: Manifest, entry: EntrySpec) -> None:
 
 
 def check_size_evaluations(entries: Sequence[EntrySpec]) -> None:
-    """Raises manifest-invalid where the shapes of all entries cost too much to work out."""
     total = 0
     for entry in entries:
         sizes = sum(operands(size) for spec in (*entry.inputs, *entry.outputs) for size in spec.shape)
@@ -53,7 +55,10 @@ def _check_program(manifest: Manifest, entry: EntrySpec, program: Program, where
             require(0 <= position < len(program.values), at, f"no value {position}")
             value = program.values[position]
             require(value.dtype == spec.dtype, at, f"dtype {value.dtype}, the signature has {spec.dtype}")
-            expected = _shape(spec, sizes, at)
+            try:
+                expected = tuple([evaluate(size, sizes) for size in spec.shape])
+            except ZeroDivisionError:
+                raise BundleError("manifest-invalid", f"{at}: the signature's shape divides by zero at {sizes}") from None
             require(value.shape == expected, at, f"shape {list(value.shape)}, the signature gives {list(expected)}")
             if kind == "inputs":
                 ordered = is_dense(value.shape, value.strides, spec.order)
@@ -70,7 +75,7 @@ def _check_program(manifest: Manifest, entry: EntrySpec, program: Program, where
 
 
 def _check_lowerings(program: Program, where: str) -> None:
-    """One of those that were timed is the program; of each there is a time for every graph, or a reason."""
+    """Names are unique, one lowering is chosen, and each has a time for every graph, or a reason."""
     names = [lowering.name for lowering in program.lowerings]
     require(len(set(names)) == len(names), f"{where}.lowerings", "a name stands twice")
     chosen = sum(lowering.chosen for lowering in program.lowerings)
@@ -86,33 +91,23 @@ def _check_lowerings(program: Program, where: str) -> None:
 
 
 def _check_inputs(target: str, program: Program, where: str) -> None:
-    """Every input of the call is a value of its own.  On a GPU they lie beside each other in memory `inputs`; on a CPU all values
-    are those of the call."""
+    """Every input is a value of its own. On a GPU they do not overlap in memory `inputs`; on a CPU all values are the call's."""
     if target == "cpu":
         whole = sorted((*program.inputs, *program.outputs)) == list(range(len(program.values)))
         require(whole, f"{where}.values", "of a cpu program each is one input or one output of the call")
         return
-    places = []
+    ranges = []
     for place, index in enumerate(program.inputs):
         value = program.values[index]
-        if not span(value):
-            continue  # an input without elements lies nowhere
-        require(value.memory == "inputs", f"{where}.inputs[{place}]", f"lies in memory {value.memory}, not in inputs")
-        places.append((value.offset, value.offset + span(value), place))
+        if span(value):  # an input without elements has no place
+            require(value.memory == "inputs", f"{where}.inputs[{place}]", f"lies in memory {value.memory}, not in inputs")
+            ranges.append((*extent(value), f"{where}.inputs[{place}]"))
     require(len(set(program.inputs)) == len(program.inputs), f"{where}.inputs", "a value stands twice")
-    for (_, end, _), (begin, _, place) in pairwise(sorted(places)):
-        require(end <= begin, f"{where}.inputs[{place}]", "lies over another input of the call")
-
-
-def _shape(spec: TensorSpec, sizes: Mapping[str, int], where: str) -> tuple[int, ...]:
-    try:
-        return tuple([evaluate(size, sizes) for size in spec.shape])
-    except ZeroDivisionError:
-        raise BundleError("manifest-invalid", f"{where}: the signature's shape divides by zero at {dict(sizes)}") from None
+    require_apart(ranges, "lies over another input of the call")
 
 
 def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, where: str, *, alias: bool) -> None:
-    """`alias`: it is an output that shares memory, whose offset on the cpu target counts from what it shares that with."""
+    """`alias`: the value shares memory; on the cpu target its offset counts from the tensor that it shares with."""
     require(value.memory != "peer", f"{where}.memory", "a value in memory peer, where addresses alone lie")
     size = checked_span(where, value)
     if manifest.target.kind == "cpu":
@@ -124,7 +119,6 @@ def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, whe
 
 
 def checked_span(where: str, row: Value | Weight) -> int:
-    """The span of a value or weight.  Raises manifest-invalid for a shape and strides of no tensor."""
     require(len(row.shape) == len(row.strides), f"{where}.strides", "do not match the shape")
     require(min(row.shape, default=0) >= 0 and min(row.strides, default=0) >= 0, where, "negative size or stride")
     size = span(row)
@@ -137,17 +131,22 @@ def checked_span(where: str, row: Value | Weight) -> int:
 
 
 def check_steps(manifest: Manifest, entry: EntrySpec, program: Program, where: str) -> None:
-    """Raises manifest-invalid unless the program's steps are sound; `where` is the program's path in the manifest."""
     require(bool(program.steps), f"{where}.steps", "no step")
-    changing = Cover(changed_rows(manifest, entry))
+    changing, values, regions = Cover(changed_rows(manifest, entry)), program.values, manifest.regions
     for place, step in enumerate(program.steps):
         at = f"{where}.steps[{place}]"
-        require(all(0 <= value < len(program.values) for value in (*step.inputs, *step.outputs)), at, "no such value")
+        require(all(0 <= value < len(values) for value in (*step.inputs, *step.outputs)), at, "no such value")
         require((step.kind == "graph") == bool(step.file), f"{at}.file", "a graph step has a table, others none")
         if step.kind == "copy":
-            _check_copy(program, step, changing, at)
+            require(len(step.inputs) == len(step.outputs) == 1, at, "a copy has one input and one output")
+            source, target = values[step.inputs[0]], values[step.outputs[0]]
+            same = (source.dtype, source.shape, source.strides) == (target.dtype, target.shape, target.strides)
+            require(same, at, "a copy between values of different layouts")
+            known = target.memory != "state" or not span(target) or changing.holds(target.memory, *extent(target))
+            require(known, at, "copies into memory state, outside of the buffers that `mutated_buffers` names")
         else:
-            _check_region(manifest.regions, step, at)
+            require(0 <= step.region < len(regions), f"{at}.region", f"no region {step.region}")
+            require(regions[step.region].kind == step.kind, f"{at}.region", "is of another kind")
     if manifest.target.kind == "cpu":
         (step, *more) = program.steps
         whole = step.kind == HOST and not more and step.inputs == program.inputs and step.outputs == program.outputs
@@ -158,22 +157,8 @@ def check_steps(manifest: Manifest, entry: EntrySpec, program: Program, where: s
         check_lifetimes(program, where)
 
 
-def _check_copy(program: Program, step: Step, changing: Cover, at: str) -> None:
-    require(len(step.inputs) == len(step.outputs) == 1, at, "a copy has one input and one output")
-    source, target = program.values[step.inputs[0]], program.values[step.outputs[0]]
-    same = (source.dtype, source.shape, source.strides) == (target.dtype, target.shape, target.strides)
-    require(same, at, "a copy between values of different layouts")
-    known = target.memory != "state" or not span(target) or changing.holds(target.memory, *extent(target))
-    require(known, at, "copies into memory state, outside of the buffers that `mutated_buffers` names")
-
-
-def _check_region(regions: tuple[Region, ...], step: Step, at: str) -> None:
-    require(0 <= step.region < len(regions), f"{at}.region", f"no region {step.region}")
-    require(regions[step.region].kind == step.kind, f"{at}.region", "is of another kind")
-
-
 def _check_sides(program: Program, where: str) -> None:
-    """The host and the GPU meet in copies alone: a call's values and those of graph steps lie on the GPU, those of host steps do
+    """Only copies cross between host and GPU: values of the call and of graph steps are on the GPU, values of host steps are
     not."""
     values = program.values
     for kind, positions in (("inputs", program.inputs), ("outputs", program.outputs)):
@@ -194,13 +179,10 @@ def _check_sides(program: Program, where: str) -> None:
 def check_order(
     program: Program, where: str, aliases: Mapping[int, Alias] = MappingProxyType({}), changed: Collection[int] = ()
 ) -> None:
-    """Raises manifest-invalid unless every step, and the call in the end, reads what was written before.
-
-    These are inputs of the call, weights and state, and outputs of earlier steps.  Every value is written once, and by no step the
-    call's inputs; a copy leaves weights and the call's inputs as they are.  Those inputs that the call changes, at the positions
-    `changed`, may be copied over as a whole, and no later step reads what was there.  What the `aliases`, by output, lie in is
-    written.
-    """
+    """Raises manifest-invalid unless every step, and the call in the end, reads what was written before: inputs, weights, state, or
+    outputs of earlier steps. Every value is written once, inputs by no step, and copies leave weights and inputs as they are.
+    Copies may overwrite whole inputs at the positions `changed`, which no later step reads. `aliases`, by output, need written
+    bases."""
     call_inputs = set(program.inputs)
     written = call_inputs | {index for index, value in enumerate(program.values) if value.memory in PERSISTENT}
     writers: dict[int, int] = {}
@@ -232,3 +214,175 @@ def check_order(
         elif alias is not None:
             continue
         require(index in written, f"{where}.outputs[{place}]", f"value {index}, which nothing has written")
+
+
+# --- lifetimes of values -------------------------------------------------------------------------------------------------
+
+
+KEPT = {
+    "weights": "which no call changes",
+    "state": "not all of it in one buffer that `mutated_buffers` names",
+    "inputs": "not all of it in one input that `mutated_inputs` names",
+}
+"""Memories that recordings must not write to, and the message."""
+
+
+def check_lifetimes(program: Program, where: str) -> None:
+    """Raises manifest-invalid if a step overwrites what a later step or the call's outputs need. Outputs of a host or copy step
+    must not overlap its inputs or each other; a recording has its own order, and outputs that are views. Needs `check_order`."""
+    last, values = _last_reads(program), program.values
+    rows: dict[str, list[tuple[int, int, int, int, int]]] = {}
+    for number, step in enumerate(program.steps):
+        inputs = Spans.of(values, step.inputs if step.kind != "graph" else ())
+        for index in step.outputs:
+            memory, (begin, end) = values[index].memory, extent(values[index])
+            other = inputs.over(memory, begin, end)
+            if other is not None:
+                _refuse_own(where, number, index, other)
+            if begin < end:
+                rows.setdefault(memory, []).append((begin, end, number, last.get(index, -1), index))
+    for memory_rows in rows.values():
+        _check_memory(program, memory_rows, where)
+
+
+def _check_memory(program: Program, rows: list[tuple[int, int, int, int, int]], where: str) -> None:
+    """`rows`: (begin, end, writing step, last reading step, index) of the values in one memory. Sweeps over the addresses with the
+    current values sorted by writing step. While no error is found, each value is dead before the next one is written, so that a new
+    value is compared with its two neighbours only."""
+    writers: list[int] = []
+    lying: dict[int, list[tuple[int, int, int]]] = {}  # by writer: (-last step that reads, end, index), a heap
+
+    def lies(at: int, begin: int) -> bool:
+        """Whether writer number `at` still has a value at `begin`; removes it otherwise."""
+        heap = lying[writers[at]]
+        while heap and heap[0][1] <= begin:
+            heappop(heap)
+        if not heap:
+            del lying[writers.pop(at)]
+        return bool(heap)
+
+    for begin, end, writer, reader, index in sorted(rows):
+        at = bisect_left(writers, writer)
+        while at and not lies(at - 1, begin):
+            at -= 1
+        if at and (last := -lying[writers[at - 1]][0][0]) > writer:
+            _refuse(program, where, writer, index, lying[writers[at - 1]][0][2], last)
+        while at < len(writers) and not lies(at, begin):
+            pass
+        if at < len(writers) and writers[at] == writer:
+            if program.steps[writer].kind != "graph":
+                _refuse_own(where, writer, index, lying[writer][0][2])
+            at += 1
+            while at < len(writers) and not lies(at, begin):
+                pass
+        if at < len(writers) and reader > writers[at]:
+            _refuse(program, where, writers[at], lying[writers[at]][0][2], index, reader)
+        if writer not in lying:
+            lying[writer] = []
+            insort(writers, writer)
+        heappush(lying[writer], (-reader, end, index))
+
+
+def _refuse_own(where: str, writer: int, index: int, other: int) -> NoReturn:
+    at = f"{where}.steps[{writer}]"
+    raise BundleError("manifest-invalid", f"{at}: value {index}, an output, lies over value {other} of this step")
+
+
+def _refuse(program: Program, where: str, writer: int, index: int, other: int, reader: int) -> NoReturn:
+    later = _reader(program, reader)
+    raise BundleError("manifest-invalid", f"{where}.steps[{writer}]: writes value {index} over value {other}, which {later}")
+
+
+def check_overwrites(program: Program, place: int, table: Table) -> None:
+    """Raises table-invalid if the recording of step `place` uses values that a later step needs: a kernel argument that points into
+    one that is not the step's own, or a memset or memcpy over one. Needs `check_recording`."""
+    last, step = _last_reads(program), program.steps[place]
+    before = {index for earlier in program.steps[:place] for index in earlier.outputs}
+    alive = [index for index in before if last.get(index, -1) > place]
+    if not alive:
+        return
+    living, step_spans = Spans.of(program.values, alive), Spans.of(program.values, (*step.inputs, *step.outputs))
+    for memory, begin, size in written(table):
+        index = living.over(memory, begin, begin + size)
+        if index is not None:
+            text = f"a node writes over value {index}, which {_reader(program, last[index])}"
+            raise BundleError("table-invalid", f"{table.where}: {text}")
+    for memory, begin in _points(table):
+        index = living.over(memory, begin, begin + 1)
+        if index is not None and step_spans.over(memory, begin, begin + 1) is None:
+            text = f"a node uses value {index}, which {_reader(program, last[index])}, and the step does not name it"
+            raise BundleError("table-invalid", f"{table.where}: {text}")
+
+
+def changed_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, int, int]]:
+    """(memory, begin, end) of the state that calls of the entry change."""
+    rows = [manifest.weights[index] for index in entry.mutated_buffers]
+    return [(row.memory, row.offset, row.offset + span(row)) for row in rows]
+
+
+def writable(manifest: Manifest, entry: EntrySpec, program: Program) -> Cover:
+    """What recordings of the program may write to outside the arena: state and inputs that calls change, and values that copy steps
+    put into memory inputs (by `check_order` not over inputs that stay unchanged)."""
+    chosen = [program.inputs[index] for index in entry.mutated_inputs]
+    chosen += [index for step in program.steps if step.kind == "copy" for index in step.outputs]
+    values = [program.values[index] for index in chosen]
+    rows = [(value.memory, *extent(value)) for value in values if value.memory == "inputs"]
+    return Cover([*rows, *changed_rows(manifest, entry)])
+
+
+def check_targets(table: Table, allowed: Cover) -> None:
+    """Raises table-invalid if a memset or memcpy of any graph or body writes to weights, or to inputs or state outside `allowed`.
+    Needs `check_recording`."""
+    from ..tables.table import MEMCPY, MEMSET
+    from .recordings import node_path
+
+    for number, (memory, begin, size) in enumerate(written(table)):
+        if memory in KEPT and not allowed.holds(memory, begin, begin + size):
+            memsets = table.counts["memsets"]
+            where = node_path(table, MEMSET, number) if number < memsets else node_path(table, MEMCPY, number - memsets)
+            text = f"writes bytes {begin} to {begin + size} of memory {memory}, {KEPT[memory]}"
+            raise BundleError("table-invalid", f"{where}: {text}")
+
+
+def check_untouched(table: Table, reserved: Spans) -> None:
+    """Raises table-invalid if the recording uses the arena's parts for donated outputs of other entries."""
+    for memory, begin, size in (*written(table), *[(memory, begin, 1) for memory, begin in _points(table)]):
+        if reserved.over(memory, begin, begin + size) is not None:
+            text = f"a node uses byte {begin} of memory {memory}, which is reserved for another entry"
+            raise BundleError("table-invalid", f"{table.where}: {text}")
+
+
+def donated_by_others(manifest: Manifest, entry: str) -> Spans:
+    """The parts of memory arena for outputs that other entries donate."""
+    rows = enumerate(manifest.donated)
+    return Spans(("arena", row.offset, row.offset + row.bytes, number) for number, row in rows if row.entry != entry)
+
+
+def _last_reads(program: Program) -> dict[int, int]:
+    """The last step that reads each value; the number of steps for an output of the call."""
+    last = {index: place for place, step in enumerate(program.steps) for index in step.inputs}
+    return last | dict.fromkeys(program.outputs, len(program.steps))
+
+
+def _reader(program: Program, place: int) -> str:
+    return "the call gives out" if place == len(program.steps) else f"steps[{place}] reads"
+
+
+def _points(table: Table) -> Iterator[tuple[str, int]]:
+    """(memory, offset) of every kernel argument and every source of a memcpy."""
+    rows = zip(table.relocation_memory, table.relocation_offset, strict=True)
+    for memory, offset in sorted({*rows, *zip(table.memcpy_memory[::2], table.memcpy_offset[::2], strict=True)}):
+        yield MEMORIES[memory], offset
+
+
+def written(table: Table) -> Iterator[tuple[str, int, int]]:
+    """(memory, offset, bytes) that memsets and memcpys write, from the first byte to the last."""
+    for row in range(table.counts["memsets"]):
+        width, rows = table.memset_width[row] * table.memset_element[row], table.memset_height[row]
+        size = (rows - 1) * table.memset_pitch[row] + width
+        yield MEMORIES[table.memset_memory[row]], table.memset_offset[row], size
+    for row in range(table.counts["memcpys"]):
+        width, rows, slices = table.memcpy_extent[3 * row : 3 * row + 3]
+        pitch, height = table.memcpy_pitch[4 * row + 2 : 4 * row + 4]
+        size = ((slices - 1) * height + rows - 1) * pitch + width
+        yield MEMORIES[table.memcpy_memory[2 * row + 1]], table.memcpy_offset[2 * row + 1], size

@@ -1,17 +1,21 @@
-"""Every invariant of recordings and module states beyond their structure.  A message starts with the path of the defect:
-`graphs/g0-8.bin: nodes[17].grid: ...`.
-"""
+"""Invariants of recordings and module states beyond their structure. Messages start with a path: `graphs/g0-8.bin: nodes[17].grid:
+...`."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING
 
 from ..errors import BundleError
+from ..format.archive import Archive
+from ..format.file_names import kernel_images
+from ..format.limits import BODY_DEPTH
 from ..format.schema import MEMORIES
-from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, SET_CONDITION, Table, invalid, launch_order
+from ..format.spans import graph_memories
+from ..tables.table import CONDITIONAL, IF, KERNEL, MEMCPY, MEMSET, SET_CONDITION, SWITCH, WHILE, Table, invalid, launch_order
 
 if TYPE_CHECKING:
     from ..tables.module_state import ModuleState
@@ -23,8 +27,7 @@ LAUNCH_ATTRIBUTES = {
     10: "memory sync domain", 11: "preferred cluster dimension", 14: "preferred shared memory carveout",
     16: "NVLink centric scheduling",
 }  # fmt: skip
-"""CUlaunchAttributeID numbers that a kernel node may carry.  Values are 32-bit words, signed or unsigned as read;
-those of 9 are bytes."""
+"""CUlaunchAttributeID numbers that a kernel node may have. Values are 32-bit words; those of 9 are bytes."""
 
 FUNCTION_ATTRIBUTES = {
     8: "maximal dynamic shared memory", 9: "preferred shared memory carveout", 11: "cluster width", 12: "cluster height",
@@ -44,27 +47,22 @@ _ZERO = bytes(8)
 
 
 def check_recording(table: Table, memories: Mapping[str, int], images: Collection[str]) -> None:
-    """Raises table-invalid or relocation-invalid at the first broken invariant.
-
-    `memories` gives the bytes of each memory of the bundle, by its name in MEMORIES; `images` the SHA-256 of its kernel images.
-    """
+    """Raises table-invalid or relocation-invalid for the first broken invariant. `memories`: bytes by name; `images`: SHA-256 of
+    the kernel images."""
     sizes = [memories.get(name, -1) for name in MEMORIES]
     _check_launches(table, _check_functions(table, images))
     _check_relocations(table, sizes)
     _check_undefined(table)
-    _check_memsets(table, sizes)
-    _check_memcpys(table, sizes)
+    _check_copies(table, sizes)
     _check_edges(table)
     if CONDITIONAL in bytes(table.kind) or table.counts["handles"] or SET_CONDITION in table.symbols:
-        from .conditionals import check_conditionals  # few recordings have any
-
         check_conditionals(table)
     if PEER in bytes(table.memset_memory) or PEER in bytes(table.memcpy_memory):
         raise invalid(f"{table.where}: memory", "a memset or memcpy in memory peer, which kernels alone write to")
 
 
 def _check_functions(table: Table, images: Collection[str]) -> list[int]:
-    """Also returns where each function's parameters end, in bytes."""
+    """Returns the end of each function's parameters, in bytes."""
     ends = []
     for row, (image, symbol) in enumerate(zip(table.images, table.symbols, strict=True)):
         path = f"{table.where}: functions[{row}]"
@@ -86,7 +84,7 @@ def _check_functions(table: Table, images: Collection[str]) -> list[int]:
 
 
 def _attributes_reason(numbers: memoryview, known: Mapping[int, str]) -> str:
-    """What is wrong with the numbers of a function's or launch's attributes, or ""."""
+    """Why attribute numbers of a function or launch are invalid, or ""."""
     last = -1
     for number in numbers:
         if number not in known:
@@ -98,29 +96,27 @@ def _attributes_reason(numbers: memoryview, known: Mapping[int, str]) -> str:
 
 
 def _check_launches(table: Table, ends: list[int]) -> None:
-    _check_axes(table, "grid", (table.grid_x, table.grid_y, table.grid_z), MAX_GRID, None)
-    _check_axes(table, "threads", (table.threads_x, table.threads_y, table.threads_z), MAX_THREADS, MAX_THREADS_TOTAL)
+    grid, threads = (table.grid_x, table.grid_y, table.grid_z), (table.threads_x, table.threads_y, table.threads_z)
+    for name, axes, limits, total in (("grid", grid, MAX_GRID, None), ("threads", threads, MAX_THREADS, MAX_THREADS_TOTAL)):
+        rows = list(zip(*axes, strict=True))
+        fits = all(not axis or (min(axis) >= 1 and max(axis) <= limit) for axis, limit in zip(axes, limits, strict=True))
+        if fits and (total is None or all(x * y * z <= total for x, y, z in rows)):
+            continue
+        for row, sizes in enumerate(rows):
+            if not all(1 <= size <= limit for size, limit in zip(sizes, limits, strict=True)):
+                raise invalid(f"{node_path(table, KERNEL, row)}.{name}", f"{sizes} is not within {limits}")
+            if total is not None and prod(sizes) > total:
+                raise invalid(f"{node_path(table, KERNEL, row)}.{name}", f"{sizes} are more than {total} in all")
     for row, (function, size) in enumerate(zip(table.function, table.block_size, strict=True)):
         if ends[function] > size:
-            raise invalid(f"{_path(table, KERNEL, row)}.block", f"{size} bytes, the function's parameters end at {ends[function]}")
+            text = f"{size} bytes, the function's parameters end at {ends[function]}"
+            raise invalid(f"{node_path(table, KERNEL, row)}.block", text)
     for row, (first, last) in enumerate(pairwise(table.attribute_bounds.tolist())):
         if first != last and (reason := _attributes_reason(table.attribute_id[first:last], LAUNCH_ATTRIBUTES)):
-            raise invalid(f"{_path(table, KERNEL, row)}.attributes", reason)
+            raise invalid(f"{node_path(table, KERNEL, row)}.attributes", reason)
     values = table.attribute_value.tolist()
     if values and (min(values) < -(1 << 31) or max(values) >= 1 << 32):
         raise invalid(f"{table.where}: nodes.attributes", f"a value between {min(values)} and {max(values)} has more than 32 bits")
-
-
-def _check_axes(table: Table, name: str, axes: tuple[memoryview, ...], limits: tuple[int, int, int], total: int | None) -> None:
-    rows = list(zip(*axes, strict=True))
-    whole = all(not axis or (min(axis) >= 1 and max(axis) <= limit) for axis, limit in zip(axes, limits, strict=True))
-    if whole and (total is None or all(x * y * z <= total for x, y, z in rows)):
-        return
-    for row, sizes in enumerate(rows):
-        if not all(1 <= size <= limit for size, limit in zip(sizes, limits, strict=True)):
-            raise invalid(f"{_path(table, KERNEL, row)}.{name}", f"{sizes} is not within {limits}")
-        if total is not None and sizes[0] * sizes[1] * sizes[2] > total:
-            raise invalid(f"{_path(table, KERNEL, row)}.{name}", f"{sizes} are more than {total} in all")
 
 
 def _check_relocations(table: Table, sizes: list[int]) -> None:
@@ -133,13 +129,13 @@ def _check_relocations(table: Table, sizes: list[int]) -> None:
             if at < free or at + 8 > size:
                 reason = f"8 bytes at {at}, expected between {free} and {size}, rising and apart"
             elif blocks[begin + at : begin + at + 8] != _ZERO:
-                raise invalid(f"{_path(table, KERNEL, kernel)}.block", f"the relocated word at {at} is not zero")
+                raise invalid(f"{node_path(table, KERNEL, kernel)}.block", f"the relocated word at {at} is not zero")
             elif offset >= sizes[memory] and (offset or sizes[memory]):
                 reason = f"the word at {at} points at {_outside(memory, offset, sizes)}"
             else:
                 free = at + 8
                 continue
-            raise BundleError("relocation-invalid", f"{_path(table, KERNEL, kernel)}.relocations: {reason}")
+            raise BundleError("relocation-invalid", f"{node_path(table, KERNEL, kernel)}.relocations: {reason}")
 
 
 def _check_undefined(table: Table) -> None:
@@ -162,37 +158,33 @@ def _check_undefined(table: Table) -> None:
             else:
                 free = offset + length
                 continue
-            raise invalid(f"{_path(table, KERNEL, kernel)}.{field}", reason)
+            raise invalid(f"{node_path(table, KERNEL, kernel)}.{field}", reason)
 
 
-def _check_memsets(table: Table, sizes: list[int]) -> None:
+def _check_copies(table: Table, sizes: list[int]) -> None:
     for row in range(table.counts["memsets"]):
         element = table.memset_element[row]
         width, height, pitch = table.memset_width[row] * element, table.memset_height[row], table.memset_pitch[row]
         if element not in (1, 2, 4):
-            raise invalid(f"{_path(table, MEMSET, row)}.element", f"{element} bytes, expected 1, 2 or 4")
+            raise invalid(f"{node_path(table, MEMSET, row)}.element", f"{element} bytes, expected 1, 2 or 4")
         reason = _extent_reason(table.memset_memory[row], table.memset_offset[row], (width, height, 1), (pitch, height), sizes)
         if reason:
-            raise invalid(_path(table, MEMSET, row), reason)
+            raise invalid(node_path(table, MEMSET, row), reason)
         if height > 1 and pitch % element:
-            raise invalid(f"{_path(table, MEMSET, row)}.pitch", f"{pitch} is no multiple of {element}")
-
-
-def _check_memcpys(table: Table, sizes: list[int]) -> None:
+            raise invalid(f"{node_path(table, MEMSET, row)}.pitch", f"{pitch} is no multiple of {element}")
     for row in range(table.counts["memcpys"]):
         width, height, depth = table.memcpy_extent[3 * row : 3 * row + 3]
         pitches = table.memcpy_pitch[4 * row : 4 * row + 4].tolist()
         for end, name in enumerate(("source", "target")):
             memory, offset = table.memcpy_memory[2 * row + end], table.memcpy_offset[2 * row + end]
             pitch, rows = pitches[2 * end : 2 * end + 2]
-            reason = _extent_reason(memory, offset, (width, height, depth), (pitch, rows), sizes)
-            if reason:
-                raise invalid(f"{_path(table, MEMCPY, row)}.{name}", reason)
+            if reason := _extent_reason(memory, offset, (width, height, depth), (pitch, rows), sizes):
+                raise invalid(f"{node_path(table, MEMCPY, row)}.{name}", reason)
 
 
 def _extent_reason(memory: int, offset: int, extent: tuple[int, int, int], pitches: tuple[int, int], sizes: list[int]) -> str:
-    """What is wrong with what a node reads or writes, or "".  `extent` is bytes x rows x slices; `pitches` the bytes from row to
-    row and the rows from slice to slice."""
+    """Why the extent of a memset or memcpy is invalid, or "". `extent`: bytes x rows x slices; `pitches`: bytes per row, rows per
+    slice."""
     width, height, depth = extent
     pitch, rows = pitches
     if not (width and height and depth):
@@ -209,24 +201,20 @@ def _check_edges(table: Table) -> None:
     columns = (table.edge_source, table.edge_target, table.edge_from_port, table.edge_to_port, table.edge_type)
     if any(any(column) for column in columns[2:]):
         for row, (source, target, out, into, kind) in enumerate(zip(*columns, strict=True)):
-            _check_edge_data(f"{table.where}: edges[{row}]", table.kind[source], table.kind[target], (out, into, kind))
+            path, kinds = f"{table.where}: edges[{row}]", (table.kind[source], table.kind[target])
+            if kind not in (EDGE_DEFAULT, EDGE_PROGRAMMATIC) or into:
+                raise invalid(path, f"type {kind}, to port {into}: not known")
+            if out and (out not in (KERNEL_PORT_PROGRAMMATIC, KERNEL_PORT_LAUNCH_ORDER) or kinds[0] != KERNEL):
+                raise invalid(f"{path}.from_port", f"{out} of a node of kind {kinds[0]}")
+            if kind == EDGE_PROGRAMMATIC and not (out and kinds == (KERNEL, KERNEL)):
+                raise invalid(f"{path}.type", f"programmatic, from port {out}, between nodes of kinds {kinds[0]} and {kinds[1]}")
     if len(set(zip(*columns, strict=True))) != table.counts["edges"]:
         raise invalid(f"{table.where}: edges", "one stands twice")
     launch_order(table)
 
 
-def _check_edge_data(path: str, source: int, target: int, data: tuple[int, int, int]) -> None:
-    out, into, kind = data
-    if kind not in (EDGE_DEFAULT, EDGE_PROGRAMMATIC) or into:
-        raise invalid(path, f"type {kind}, to port {into}: not known")
-    if out and (out not in (KERNEL_PORT_PROGRAMMATIC, KERNEL_PORT_LAUNCH_ORDER) or source != KERNEL):
-        raise invalid(f"{path}.from_port", f"{out} of a node of kind {source}")
-    if kind == EDGE_PROGRAMMATIC and not (out and source == target == KERNEL):
-        raise invalid(f"{path}.type", f"programmatic, from port {out}, between nodes of kinds {source} and {target}")
-
-
-def _path(table: Table, kind: int, row: int) -> str:
-    """`graphs/g0-8.bin: nodes[17]`: where the `row`-th node of a kind stands."""
+def node_path(table: Table, kind: int, row: int) -> str:
+    """The path of the `row`-th node of a kind: `graphs/g0-8.bin: nodes[17]`."""
     position = -1
     kinds = bytes(table.kind)
     for _ in range(row + 1):
@@ -235,14 +223,26 @@ def _path(table: Table, kind: int, row: int) -> str:
 
 
 def _outside(memory: int, offset: int, sizes: Sequence[int]) -> str:
-    """The words for an address that is not there; a size below 0 means that the bundle has no such memory."""
+    """Describes an invalid address. A size below 0: the bundle has no such memory."""
     if sizes[memory] < 0:
         return f"memory {MEMORIES[memory]}, which the bundle does not have"
     return f"byte {offset} of memory {MEMORIES[memory]}, which has {sizes[memory]}"
 
 
+def check_states(bundle: Archive) -> set[str]:
+    """The memories that a bundle's module states point to. Raises table-invalid as `check_module_states`."""
+    manifest = bundle.manifest
+    if not manifest.module_state:
+        return set()
+    from ..tables.module_state import decode_states  # few bundles have any
+
+    states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
+    check_module_states(states, manifest.module_state, graph_memories(manifest.memories), kernel_images(manifest))
+    return {MEMORIES[row.target.memory] for state in states for row in state.relocations}
+
+
 def check_module_states(states: Sequence[ModuleState], where: str, memories: Mapping[str, int], images: Collection[str]) -> None:
-    """Raises table-invalid unless every image is known, no symbol stands twice and every relocation points into its memory."""
+    """Raises table-invalid unless images are known, symbols are unique, and relocations point into their memories."""
     sizes = [memories.get(name, -1) for name in MEMORIES]
     seen = set()
     for row, state in enumerate(states):
@@ -256,3 +256,100 @@ def check_module_states(states: Sequence[ModuleState], where: str, memories: Map
             memory, offset = item.target.memory, item.target.offset
             if offset >= sizes[memory] and (offset or sizes[memory]):
                 raise invalid(f"{path}.relocations", f"the word at {item.at} points at {_outside(memory, offset, sizes)}")
+
+
+# --- conditional nodes, their bodies and the kernels that set their conditions -------------------------------------------
+
+
+PARAMS = [(0, 8), (8, 8)]
+"""(offset, size) of the parameters of SET_CONDITION: the address of a byte, and the handle."""
+
+BODIES = {IF: (1, 2), WHILE: (1, 1), SWITCH: (1, 256)}
+"""Minimum and maximum number of bodies by type of the conditional node; a switch selects by a byte."""
+
+
+def check_conditionals(table: Table) -> None:
+    """Raises table-invalid unless every body belongs to one earlier node, and every condition is set. One kernel of the graph sets
+    the condition directly before the node, one of a loop's body sets it for the next turn. No other kernel has the handle: its
+    effect in another graph is undefined."""
+    setters = _setters(table)
+    nodes = [position for position, kind in enumerate(table.kind) if kind == CONDITIONAL]
+    if not nodes and not setters:
+        return
+    homes = _bodies(table, nodes)
+    before = set(zip(table.edge_source, table.edge_target, strict=True))
+    for number, position in enumerate(nodes):
+        where = f"{table.where}: nodes[{position}]"
+        home, loop = table.graph(position), table.conditional_type[number] == WHILE
+        by_graph: dict[int, list[int]] = {}
+        for kernel, handle in setters:
+            if handle == number:
+                by_graph.setdefault(table.graph(kernel), []).append(kernel)
+        expected = {home, *homes[number]} if loop else {home}
+        if strays := sorted(set(by_graph) - expected):
+            where = f"{table.where}: nodes[{by_graph[strays[0]][0]}].handles"
+            raise invalid(where, f"sets the condition of node {position}, which is not of its graph")
+        for graph in sorted(expected):
+            if len(by_graph.get(graph, ())) != 1:
+                what = "before it" if graph == home else "in its body"
+                raise invalid(where, f"{len(by_graph.get(graph, ()))} kernels set its condition {what}, expected one")
+        if (by_graph[home][0], position) not in before:
+            raise invalid(where, f"no edge from node {by_graph[home][0]}, which sets its condition")
+
+
+def _bodies(table: Table, nodes: list[int]) -> list[list[int]]:
+    """For each conditional node, the graphs of its bodies."""
+    if (listed := table.conditional_body.tolist()) != list(range(table.counts["bodies"])):
+        raise invalid(f"{table.where}: nodes.bodies", f"{listed[:4]}..., expected each body once and in order")
+    graphs = []
+    depths = [0] * (table.counts["bodies"] + 1)
+    for number, position in enumerate(nodes):
+        where = f"{table.where}: nodes[{position}]"
+        first, last = table.conditional_bounds[number : number + 2]
+        fewest, most = BODIES[table.conditional_type[number]]
+        if not fewest <= last - first <= most:
+            raise invalid(f"{where}.bodies", f"{last - first}, expected {fewest} to {most}")
+        home = table.graph(position)
+        for body in range(first, last):
+            if body + 1 <= home:
+                reason = "holds the node itself" if body + 1 == home else "stands before it"
+                raise invalid(f"{where}.bodies", f"body {body} {reason}")
+            depths[body + 1] = depths[home] + 1
+            if depths[body + 1] > BODY_DEPTH:
+                raise invalid(f"{where}.bodies", f"more than {BODY_DEPTH} inside each other")
+        graphs.append([body + 1 for body in range(first, last)])
+    return graphs
+
+
+def _setters(table: Table) -> list[tuple[int, int]]:
+    """(position, conditional node) of every kernel that sets a condition."""
+    symbols = {row for row, symbol in enumerate(table.symbols) if symbol == SET_CONDITION}
+    for row in symbols:
+        bounds = slice(table.param_bounds[row], table.param_bounds[row + 1])
+        if list(zip(table.param_offset[bounds], table.param_size[bounds], strict=True)) != PARAMS:
+            raise invalid(f"{table.where}: functions[{row}].params", f"of {SET_CONDITION}: expected {PARAMS}")
+    columns = zip(table.handle_kernel, table.handle_at, table.handle_conditional, strict=True)
+    handles = {kernel: (at, number) for kernel, at, number in columns}
+    if len(handles) != table.counts["handles"]:
+        raise invalid(f"{table.where}: nodes.handles", "two of one kernel")
+    setters = []
+    kernels = [position for position, kind in enumerate(table.kind) if kind == KERNEL]
+    axes = (table.grid_x, table.grid_y, table.grid_z, table.threads_x, table.threads_y, table.threads_z)
+    for row, (function, position) in enumerate(zip(table.function, kernels, strict=True)):
+        where = f"{table.where}: nodes[{position}]"
+        if (function in symbols) != (row in handles):
+            what = "sets a condition without a handle" if function in symbols else f"has a handle and is not {SET_CONDITION}"
+            raise invalid(f"{where}.handles", what)
+        if row not in handles:
+            continue
+        begin, (at, number) = table.block_offset[row], handles[row]
+        if at != PARAMS[1][0] or table.block_size[row] != 16 or any(table.blocks[begin : begin + 16]):
+            raise invalid(f"{where}.handles", f"the handle at byte {at}, expected at {PARAMS[1][0]} of 16 bytes of zeros")
+        if table.relocation_at[slice(*table.relocation_bounds[row : row + 2])].tolist() != [PARAMS[0][0]]:
+            raise invalid(f"{where}.relocations", "expected the byte's address alone, at 0")
+        if (sizes := [axis[row] for axis in axes]) != [1] * 6:
+            raise invalid(f"{where}.grid", f"{sizes}, expected a single thread")
+        if table.undefined_bounds[row] != table.undefined_bounds[row + 1]:
+            raise invalid(f"{where}.undefined", "expected none")
+        setters.append((position, number))
+    return setters

@@ -1,10 +1,9 @@
-"""Invariants of what lasts from call to call: state and its rows, random numbers, outputs that share memory, and donations."""
+"""Invariants of state and its rows, random numbers, output aliases, and donations."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..errors import BundleError
@@ -12,44 +11,42 @@ from ..format import limits
 from ..format.safetensors import ALIGNMENT
 from ..format.schema import DTYPES, HOST, MEMORIES, PERSISTENT, STATE, Alias, EntrySpec, Manifest, Program, Value
 from ..format.spans import extent, is_dense, layout, span
-from . import require, require_whole_calls
-from .lifetimes import donated_by_others
+from . import require, require_apart, require_whole_calls
+from .programs import donated_by_others
 
 if TYPE_CHECKING:
     from ..tables.table import Table
 
 
 def check_state(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless every buffer that calls change has bytes and a tensor of its own.  The state of the random
-    numbers is two integers of memory state."""
-    total = dict(manifest.memories).get(STATE, 0)
-    rows = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
+    """Raises manifest-invalid unless every state buffer has its own bytes and tensor, and the state of the random numbers is int64
+    [2]."""
+    total, ranges = dict(manifest.memories).get(STATE, 0), []
     users = Counter([weight.tensor for weight in manifest.weights])
-    places = []
-    for index, weight in rows:
-        where = f"weights[{index}]"
-        size = span(weight)
-        require(weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
-        require(weight.offset + size <= total, f"{where}.offset", f"outside memory {STATE}")
-        places.append((weight.offset, weight.offset + size, where))
-        require(users[weight.tensor] == 1, f"{where}.tensor", f"{weight.tensor!r} is another weight's, too, and calls change it")
+    for index, weight in enumerate(manifest.weights):
+        if weight.memory == STATE:
+            where, end = f"weights[{index}]", weight.offset + span(weight)
+            require(weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
+            require(end <= total, f"{where}.offset", f"outside memory {STATE}")
+            ranges.append((weight.offset, end, f"{where}.offset"))
+            require(
+                users[weight.tensor] == 1, f"{where}.tensor", f"{weight.tensor!r} is another weight's, too, and calls change it"
+            )
     for index, region in enumerate(manifest.regions):
-        there = [weight for _, weight in region.constants if manifest.weights[weight].memory == STATE]
+        there = any(manifest.weights[weight].memory == STATE for _, weight in region.constants)
         here = manifest.target.kind == "cpu" or not there
         require(here, f"regions[{index}].constants", "a host region over state, which lies on the GPU")
-    for (_, end, _), (begin, _, where) in zip(sorted(places), sorted(places)[1:], strict=False):
-        require(end <= begin, f"{where}.offset", f"overlaps another row of memory {STATE}")
+    require_apart(ranges, f"overlaps another row of memory {STATE}")
     if manifest.random is not None:
-        known = manifest.random < len(manifest.weights)
-        require(known, "random", f"no weight {manifest.random}")
+        require(manifest.random < len(manifest.weights), "random", f"no weight {manifest.random}")
         row = manifest.weights[manifest.random]
         fits = (row.memory, row.dtype, row.shape) == (STATE, "int64", (2,))
         require(fits, "random", f"weight {row.name!r} is not two integers of memory {STATE}")
 
 
 def check_state_dimensions(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless state whose number of rows a load chooses lies alone behind all other state, begins as zeros,
-    and no value of a program, alias or rank is part of it.  State is sound, each row in itself."""
+    """Raises manifest-invalid unless state with a variable number of rows is behind all other state, starts as zeros, and no value
+    of a program, alias or rank is part of it. Needs `check_state`."""
     weights, names, taken = manifest.weights, [row.name for row in manifest.state_dimensions], set[int]()
     require(len(set(names)) == len(names) and "" not in names, "state_dimensions", f"unnamed, or one stands twice: {names}")
     require(manifest.world is None, "world", "of a model whose state has any number of rows")
@@ -91,8 +88,8 @@ def check_state_dimensions(manifest: Manifest) -> None:
 
 
 def check_rows_of_recording(manifest: Manifest, table: Table) -> None:
-    """Raises table-invalid where a recording touches state that has any number of rows otherwise than by kernels that are given
-    the address of one of the fewest rows."""
+    """Raises table-invalid if a recording accesses state with variable rows other than by kernels with the address of one of the
+    minimum rows."""
     varying = [manifest.weights[index] for dimension in manifest.state_dimensions for index in dimension.weights]
     ends = sorted([(weight.offset, weight.offset + span(weight)) for weight in varying])
     begin, state = ends[0][0], MEMORIES.index(STATE)
@@ -107,21 +104,17 @@ def check_rows_of_recording(manifest: Manifest, table: Table) -> None:
 
 
 def check_changes(manifest: Manifest, entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless `mutated_buffers` are weights of memory state, and no call of an entry that changes any is
-    padded or split."""
-    state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
+    """Raises manifest-invalid unless `mutated_buffers` are state weights, and calls that change state are not padded or chunked."""
+    state = {index for index, weight in enumerate(manifest.weights) if weight.memory == STATE}
     changes = list(entry.mutated_buffers)
-    require(
-        changes == sorted(set(changes)) and set(changes) <= set(state),
-        "mutated_buffers",
-        "are not ascending weights of memory state",
-    )
+    fits = changes == sorted(set(changes)) and set(changes) <= state
+    require(fits, "mutated_buffers", "are not ascending weights of memory state")
     if any(index != manifest.random for index in changes):
         require_whole_calls(entry, "calls change state")
 
 
 def check_aliases(manifest: Manifest, entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless every alias names an output, once, and something that is no alias itself."""
+    """Raises manifest-invalid unless each alias has its own output, and shares with something that is no alias."""
     outputs = [alias.output for alias in entry.aliases]
     require(outputs == sorted(set(outputs)), "aliases", "not ascending, or an output stands twice")
     counts = {"inputs": len(entry.inputs), "outputs": len(entry.outputs)}
@@ -138,8 +131,8 @@ def check_aliases(manifest: Manifest, entry: EntrySpec) -> None:
 
 
 def check_alias_spans(manifest: Manifest, entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless at every int_key every alias lies inside of what it shares memory with.  The
-    entry's aliases and programs and the weights are sound, each in itself."""
+    """Raises manifest-invalid unless every alias is inside its base at every int_key. Aliases, programs and weights must be
+    valid."""
     for alias in entry.aliases:
         there = alias.memory not in PERSISTENT or manifest.weights[alias.index].memory != HOST
         require(there, "aliases", f"output {alias.output} shares memory with a weight that is not on the GPU")
@@ -157,7 +150,7 @@ def check_alias_spans(manifest: Manifest, entry: EntrySpec) -> None:
 
 
 def base_of(manifest: Manifest, program: Program, alias: Alias) -> Value:
-    """What an alias shares memory with in a program, as a value."""
+    """The value that an alias shares memory with in a program."""
     if alias.memory in PERSISTENT:
         row = manifest.weights[alias.index]
         return Value(dtype=row.dtype, shape=row.shape, strides=row.strides, memory=row.memory, offset=row.offset)
@@ -165,8 +158,8 @@ def base_of(manifest: Manifest, program: Program, alias: Alias) -> Value:
 
 
 def check_donations(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless every donation leads from an output to an input that is laid out alike at some int_keys, and
-    on a GPU the outputs lie where no other entry's programs do.  The entries are sound."""
+    """Raises manifest-invalid unless each donation connects an output and an input with the same layout at some int_keys, and on a
+    GPU no other entry uses the outputs' memory. The entries must be valid."""
     donations, entries = manifest.donations, {entry.name: entry for entry in manifest.entries}
     rows = [(donation.source, donation.output, donation.target, donation.input) for donation in donations]
     require(rows == sorted(set(rows)), "donations", "not ascending, or one stands twice")
@@ -201,30 +194,27 @@ def check_donations(manifest: Manifest) -> None:
 
 
 def _check_donated(manifest: Manifest) -> None:
-    """On a GPU each source of a donation has a part of the arena to itself, in which the donated outputs lie."""
+    """On a GPU each donating entry has its own part of the arena for the donated outputs."""
     sources: dict[str, set[int]] = {}
     for donation in manifest.donations if manifest.target.kind == "cuda" else ():
         sources.setdefault(donation.source, set()).add(donation.output)
     names = [row.entry for row in manifest.donated]
     require(sorted(names) == sorted(sources), "donated", f"is for {names}, the donations' sources are {sorted(sources)}")
-    arena, places = dict(manifest.memories).get("arena", 0), []
+    arena, ranges = dict(manifest.memories).get("arena", 0), []
     for index, row in enumerate(manifest.donated):
-        inside = row.offset + row.bytes <= arena
-        require(inside, f"donated[{index}]", "outside memory arena")
-        places.append((row.offset, row.offset + row.bytes, index))
-    for (_, end, _), (begin, _, index) in pairwise(sorted(places)):
-        require(end <= begin, f"donated[{index}]", "overlaps another row")
+        require(row.offset + row.bytes <= arena, f"donated[{index}]", "outside memory arena")
+        ranges.append((row.offset, row.offset + row.bytes, f"donated[{index}]"))
+    require_apart(ranges, "overlaps another row")
     parts = {row.entry: (row.offset, row.offset + row.bytes) for row in manifest.donated}
     for number, entry in enumerate(manifest.entries):
-        at = f"entries[{number}]."
         others = donated_by_others(manifest, entry.name)
         for place, program in enumerate(entry.programs):
+            at = f"entries[{number}].programs[{place}]"
             for index, value in enumerate(program.values):
                 over = others.over(value.memory, *extent(value))
-                where = f"{at}programs[{place}].values[{index}]"
-                require(over is None, where, "lies in a part of the arena that another entry donates")
+                require(over is None, f"{at}.values[{index}]", "lies in a part of the arena that another entry donates")
             for output in sources.get(entry.name, ()):
                 value = program.values[program.outputs[output]]
-                (begin, end), (first_byte, past) = extent(value), parts[entry.name]
-                kept = not span(value) or (value.memory == "arena" and first_byte <= begin and end <= past)
-                require(kept, f"{at}programs[{place}].outputs[{output}]", "is donated, and lies outside of its entry's part")
+                (begin, end), (first, last) = extent(value), parts[entry.name]
+                inside = not span(value) or (value.memory == "arena" and first <= begin and end <= last)
+                require(inside, f"{at}.outputs[{output}]", "is donated, and lies outside of its entry's part")

@@ -1,31 +1,36 @@
-"""Weights and initial state in memory of this process: in the mapped file, or where an update has put them."""
+"""Weights and initial state in memory of this process: in the mapped file, or where an update put them."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from copy import copy
+from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import CallError, OutOfMemory, meant
 from ..format.archive import Archive
 from ..format.file_names import WEIGHTS
-from ..format.safetensors import Mapped
-from ..format.schema import STATE, Manifest, Weight
+from ..format.limits import STATE_ROWS
+from ..format.records import replace
+from ..format.safetensors import ALIGNMENT, Mapped
+from ..format.schema import MEMORIES, STATE, Manifest, StateDimension, Weight
 from ..format.spans import span
 
 if TYPE_CHECKING:
+    from ..tables.table import Table
     from .update import Contents
 
-ALIGNMENT = 64
-"""Bytes: a cache line, and what AOTInductor gives a constant (AOTI_CONST_ALIGNMENT)."""
+CACHE_LINE = 64  # bytes: a cache line, and AOTInductor's alignment of constants (AOTI_CONST_ALIGNMENT)
 
 
 class HostWeights:
-    """The addresses of all weights at one time.  They stay while this object lives.
-
-    `moved`: by tensor, where an update has put it, and what keeps that memory; the others lie in `mapped`.
-    """
+    """Addresses of one version of all weights, valid while this object lives. `moved`: by tensor, (address, owner) of updated
+    weights; others are in `mapped`."""
 
     __slots__ = ("_mapped", "_moved")
 
@@ -37,12 +42,10 @@ class HostWeights:
         return self._mapped.address(tensor) if moved is None else moved[0]
 
     def populate(self) -> None:
-        """Brings what lies in the file into memory of this process."""
         self._mapped.populate()
 
     def updated(self, rows: Sequence[Weight], contents: Sequence[Contents]) -> HostWeights:
-        """The weights with other contents for some, copied to memory of our own; those that lie on a GPU are fetched."""
-        sizes = [-(-value.bytes // ALIGNMENT) * ALIGNMENT for value in contents]
+        sizes = [-(-value.bytes // CACHE_LINE) * CACHE_LINE for value in contents]
         memory = anonymous(sum(sizes))
         place, moved = ctypes.addressof(memory), dict(self._moved)
         for row, value, size in zip(rows, contents, sizes, strict=True):
@@ -53,12 +56,12 @@ class HostWeights:
 
 
 def anonymous(size: int) -> Any:
-    """Zeros in memory of no file, which the system gives when they are first used, at the start of a page."""
+    """Zeros in anonymous memory, page-aligned and allocated on first use."""
     return (ctypes.c_char * max(1, size)).from_buffer(mmap.mmap(-1, max(1, size)))
 
 
 class StateRow(NamedTuple):
-    """`size` bytes at `offset` of memory state; `source` is where their initial contents lie in this process, 0 for zeros."""
+    """`size` bytes at `offset` of memory state; `source`: address of their initial contents, 0 for zeros."""
 
     offset: int
     size: int
@@ -66,26 +69,131 @@ class StateRow(NamedTuple):
 
 
 class InitialState:
-    """The initial contents of a bundle's state but that of the random numbers: `rows`, valid while this object lives.  `manifest`:
-    the bundle's, with the rows that state has.
-
-    Raises weights-invalid.
-    """
+    """Initial contents of the state, except random numbers: `rows`, valid while this object lives. `manifest` has the chosen rows
+    of state. Raises weights-invalid."""
 
     __slots__ = ("_counts", "_mapped", "rows")
 
     def __init__(self, bundle: Archive, manifest: Manifest) -> None:
-        state = [row for index, row in enumerate(manifest.weights) if row.memory == STATE and index != manifest.random]
+        weights = manifest.weights
+        state = [row for index, row in enumerate(weights) if row.memory == STATE and index != manifest.random]
         self._mapped: Mapped | None = bundle.mapped(WEIGHTS) if any(not row.zeros for row in state) else None
         self.rows = [
             StateRow(row.offset, span(row), 0 if row.zeros or self._mapped is None else self._mapped.address(row.tensor))
             for row in state
         ]
-        counts = [
-            (manifest.weights[dimension.count], manifest.weights[dimension.weights[0]].shape[0])
-            for dimension in manifest.state_dimensions
-            if dimension.count is not None
-        ]
-        self._counts = (ctypes.c_int64 * len(counts))(*[number for _, number in counts])
-        for place, (row, _) in enumerate(counts):
+        dimensions = [row for row in manifest.state_dimensions if row.count is not None]
+        self._counts = (ctypes.c_int64 * len(dimensions))(*[weights[row.weights[0]].shape[0] for row in dimensions])
+        for place, dimension in enumerate(dimensions):
+            row = weights[dimension.count or 0]
             self.rows[state.index(row)] = StateRow(row.offset, 8, ctypes.addressof(self._counts) + 8 * place)
+
+
+# --- state whose number of rows `load` chooses ---------------------------------------------------------------------------
+
+
+SHARE, HOST_SHARE = 0.9, 0.5
+"""Shares of the free memory that state takes by default: a GPU needs some for graphs and outputs, a host for other processes."""
+
+PAD = 256  # unused bytes behind the last row of state on a GPU
+
+
+class Room(NamedTuple):
+    free: int
+    share: float
+    where: str
+
+
+def host_room(free: int) -> Room:
+    return Room(free, HOST_SHARE, "the machine")
+
+
+def gpu_room(free: int, memories: Mapping[str, int]) -> Room:
+    """Room on a GPU with `free` bytes, before the bundle's memories are allocated."""
+    others = sum(size for name, size in memories.items() if name not in (STATE, "host"))
+    return Room(max(0, free - others), SHARE, "beside the weights and temporaries the GPU")
+
+
+def resized(manifest: Manifest, requested: Mapping[str, int], room: Room) -> Manifest:
+    """The manifest with the requested rows of state, and for other dimensions as many as memory allows. Raises state-rows,
+    out-of-memory."""
+    dimensions, weights = manifest.state_dimensions, manifest.weights
+    rows = {}
+    for dimension in dimensions:
+        least = least_rows(dimension, weights)
+        number = rows[dimension.name] = requested.get(dimension.name, least)
+        if not least <= number <= STATE_ROWS:
+            bound = f"at least {least}, with which it was built" if number < least else f"at most {STATE_ROWS:,}"
+            raise CallError("state-rows", f"state {dimension.name!r}: {number} rows, expected {bound}")
+    for name in requested:
+        if name not in rows:
+            has = f"it has {', '.join(map(repr, rows))}" if rows else "it has none"
+            text = f"state {name!r}: program {manifest.name!r} has no such dimension of its state{meant(name, rows)}: {has}"
+            raise CallError("state-rows", text)
+    if unspecified := [dimension for dimension in dimensions if dimension.name not in requested]:
+        sizes = {row.name: sum(span(weights[at]) // weights[at].shape[0] for at in row.weights) for row in dimensions}
+        _, others = _laid_out(manifest, rows)  # the bytes of the numbers above
+        rows |= _shared(unspecified, rows, sizes, int(room.free * room.share) - others)
+    laid_out, size = _laid_out(manifest, rows)
+    if size > room.free:
+        numbers = ", ".join([f"{name}={number}" for name, number in rows.items()])
+        text = f"state {numbers}: needs {size:,} bytes, {room.where} has {room.free:,} free"
+        raise OutOfMemory("out-of-memory", text, "give smaller numbers to load(..., state=...)" if requested else "")
+    memories = tuple([(name, size if name == STATE else others) for name, others in manifest.memories])
+    return replace(manifest, weights=laid_out, memories=memories)
+
+
+def least_rows(dimension: StateDimension, weights: Sequence[Weight]) -> int:
+    return weights[dimension.weights[0]].shape[0]
+
+
+class Relocation:
+    """Moves addresses of state from the layout of `built`, the bundle's manifest, to that of `now`."""
+
+    __slots__ = ("_begins", "_shifts")
+
+    def __init__(self, built: Manifest, now: Manifest) -> None:
+        places = sorted(
+            [(built.weights[at].offset, now.weights[at].offset) for dimension in built.state_dimensions for at in dimension.weights]
+        )
+        self._begins, self._shifts = [old for old, _ in places], [new - old for old, new in places]
+
+    def moved(self, table: Table) -> Table:
+        """The recording with moved addresses. Only kernels access variable state."""
+        if not any(self._shifts):
+            return table
+        moved, state, offsets = copy(table), MEMORIES.index(STATE), array("Q", table.relocation_offset.tobytes())
+        for row, memory in enumerate(bytes(table.relocation_memory)):
+            if memory == state and offsets[row] >= self._begins[0]:
+                offsets[row] += self._shifts[bisect_right(self._begins, offsets[row]) - 1]
+        setattr(moved, "relocation_offset", memoryview(offsets))  # noqa: B010  a slot that type checkers do not know
+        return moved
+
+
+def _shared(
+    dimensions: Sequence[StateDimension], least: Mapping[str, int], bytes_of: Mapping[str, int], free: int
+) -> dict[str, int]:
+    """Rows of each dimension from `free` bytes beside the minimum: equal parts, unneeded bytes go to the others."""
+
+    def needed(dimension: StateDimension) -> float:
+        return inf if dimension.most is None else (dimension.most - least[dimension.name]) * bytes_of[dimension.name]
+
+    rows, free, waiting = {}, max(0, free), sorted(dimensions, key=needed)
+    for place, dimension in enumerate(waiting):
+        name, size = dimension.name, bytes_of[dimension.name]
+        part = min(needed(dimension), free // (len(waiting) - place))
+        rows[name] = min(least[name] + (int(part // size) if size else 0), STATE_ROWS)
+        free -= (rows[name] - least[name]) * size
+    return rows
+
+
+def _laid_out(manifest: Manifest, rows: Mapping[str, int]) -> tuple[tuple[Weight, ...], int]:
+    """The weights with these rows of state, in the bundle's order, behind fixed state; and the bytes of all state."""
+    weights = list(manifest.weights)
+    number_of = {at: rows[dimension.name] for dimension in manifest.state_dimensions for at in dimension.weights}
+    order = sorted(number_of, key=lambda at: weights[at].offset)
+    end = weights[order[0]].offset
+    for at in order:
+        weights[at] = replace(weights[at], shape=(number_of[at], *weights[at].shape[1:]), offset=end)
+        end += -(-span(weights[at]) // ALIGNMENT) * ALIGNMENT
+    return tuple(weights), end + PAD

@@ -1,9 +1,6 @@
-"""Reads by threads of the C library (POSIX asynchronous I/O as glibc has it, aio(7)), and weights that are uploaded from them.
-
-glibc reads what is asked of one descriptor in order, in a thread of its own, and of several descriptors side by side: a lane for
-each.  These threads never wait for the interpreter's lock, as Python's do between two reads: of 16 GB in the page cache twelve of
-Python's read 33 GB/s on the host of an H100, and glibc's 45 (tests/gpu/REPORT.md).
-"""
+"""Reads by glibc's threads (POSIX asynchronous I/O, aio(7)), and uploads of weights. glibc reads sequentially per descriptor, in
+parallel for several: one lane each. Its threads never wait for the interpreter's lock: of 16 GB in the page cache twelve Python
+threads read 33 GB/s on the host of an H100, glibc's 45 (tests/gpu/REPORT.md)."""
 
 from __future__ import annotations
 
@@ -23,18 +20,13 @@ from ..errors import BundleError
 from ..format.file_names import WEIGHTS
 from .reads import Piece, place
 
-MOST = 20
-"""Threads that glibc has for all of a process, if nobody asks for more."""
-
-PATIENCE = 100_000_000
-"""Nanoseconds after which a wait looks whether there is still something to wait for."""
-
-NO_SIGNAL = 1
-"""SIGEV_NONE."""
+MOST = 20  # glibc's default number of threads per process
+PATIENCE = 100_000_000  # nanoseconds of a wait
+NO_SIGNAL = 1  # SIGEV_NONE
 
 
 class _Block(ctypes.Structure):
-    """`struct aiocb` of glibc where pointers have 64 bits (sysdeps/gnu/bits/aio_types.h); private fields by their place alone."""
+    """`struct aiocb` of glibc with 64-bit pointers (sysdeps/gnu/bits/aio_types.h)."""
 
     _fields_ = [
         ("file", ctypes.c_int), ("operation", ctypes.c_int), ("priority", ctypes.c_int), ("address", ctypes.c_void_p),
@@ -53,7 +45,7 @@ class _Functions(NamedTuple):
 
 @cache
 def _functions() -> _Functions | None:
-    """None where the C library is not glibc, or an old one that keeps them elsewhere."""
+    """None without glibc, or for old versions."""
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -73,15 +65,11 @@ def _functions() -> _Functions | None:
 
 
 def available() -> bool:
-    """Whether this process can read so."""
     return _functions() is not None
 
 
 class AsyncReads:
-    """Reads of the open file `file`, the caller's, which errors call `name`, in as many threads as there are `lanes`.
-
-    What is read into has to stay where it is until `close`.  One thread may use it.
-    """
+    """Reads of an open file (`name` for errors) by `lanes` threads. Target memory must stay valid until `close`. For one thread."""
 
     def __init__(self, file: int, lanes: int, name: str = WEIGHTS) -> None:
         functions = _functions()
@@ -89,75 +77,66 @@ class AsyncReads:
             raise RuntimeError("no asynchronous reads here")  # `available` says so
         self._call, self._name = functions, name
         self._files = [os.dup(file) for _ in range(min(lanes, MOST))]
-        self._asked: list[deque[_Block]] = [deque() for _ in self._files]
+        self._queues: list[deque[_Block]] = [deque() for _ in self._files]
 
     @property
     def lanes(self) -> int:
         return len(self._files)
 
     def begin(self, lane: int, address: int, offset: int, size: int) -> None:
-        """Asks a lane for `size` bytes at `offset` of the file, behind what it was asked for before.  Raises OSError."""
+        """Queues a read of `size` bytes at `offset`. Raises OSError."""
         block = _Block(file=self._files[lane], address=address, size=size, notify=NO_SIGNAL, offset=offset)
         if self._call.read(ctypes.addressof(block)):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self._asked[lane].append(block)
+        self._queues[lane].append(block)
 
     def take(self, lane: int) -> bool:
-        """Whether what the lane was asked for first is there; it is forgotten then.  Raises OSError, and weights-invalid where the
-        file ends too early."""
-        asked = self._asked[lane]
-        if not asked:
-            return False
-        address = ctypes.addressof(asked[0])
-        error = self._call.error(address)
+        """Removes the lane's first read if it is complete. Raises OSError, and weights-invalid at the end of the file."""
+        queue = self._queues[lane]
+        error = self._call.error(ctypes.addressof(queue[0])) if queue else errno.EINPROGRESS
         if error == errno.EINPROGRESS:
             return False
-        count, size = self._call.result(address), asked.popleft().size
+        block = queue.popleft()
+        count = self._call.result(ctypes.addressof(block))
         if error:
             raise OSError(error, os.strerror(error))
-        if count != size:
+        if count != block.size:
             raise BundleError("weights-invalid", f"{self._name}: the file ends too early")
         return True
 
     def wait(self) -> None:
-        """Returns when something can be taken, or after a tenth of a second."""
-        first = [ctypes.addressof(asked[0]) for asked in self._asked if asked]
+        """Returns when a read is complete, or after a tenth of a second."""
+        first = [ctypes.addressof(queue[0]) for queue in self._queues if queue]
         if first:
             limit = (ctypes.c_long * 2)(0, PATIENCE)  # struct timespec
             self._call.suspend((ctypes.c_void_p * len(first))(*first), len(first), limit)
 
     def close(self) -> None:
-        """Returns when nothing is read any more; may be called twice."""
+        """Cancels and waits for all reads; may be called twice."""
         for file in self._files:
             self._call.cancel(file, None)
-        for asked in self._asked:
-            while asked:
-                address = ctypes.addressof(asked[0])
-                while self._call.error(address) == errno.EINPROGRESS:
+        for queue in self._queues:
+            while queue:
+                while self._call.error(ctypes.addressof(queue[0])) == errno.EINPROGRESS:
                     self.wait()
-                self._call.result(address)
-                asked.popleft()
-        for file in self._files:
-            os.close(file)
-        self._files = []
+                self._call.result(ctypes.addressof(queue[0]))
+                queue.popleft()
+        while self._files:
+            os.close(self._files.pop())
 
 
 Reading = tuple[Slot, Sequence[Piece]]
-"""What a lane reads, and into which of its two slots: the other one travels.  On an H200's host twelve lanes of 4 MB sent 45 to 47
-GB/s; with three slots of 2 MB, two of them asked for, 42 to 45, since this thread has twice as much to do (a C program: 51)."""
+"""A lane's read, and its slot; the other slot is being sent. On an H200's host twelve lanes of 4 MB sent 45 to 47 GB/s; three slots
+of 2 MB 42 to 45, because this thread has twice as much to do (a C program: 51)."""
 
 
 def send_by_lanes(
-    reads: AsyncReads,
-    groups: Sequence[Sequence[Piece]],
-    chunk: int,
-    send: Callable[[Slot, Sequence[Piece]], None],
+    reads: AsyncReads, groups: Sequence[Sequence[Piece]], chunk: int, send: Callable[[Slot, Sequence[Piece]], None],
     cleanup: ExitStack,
-) -> Iterator[None]:
-    """Reads every group, of at most `chunk` bytes, and hands it to `send`; yields behind each.  The first slots are read into while
-    the others are pinned.  At the end all has been sent, and `cleanup` waits until it is there.  Raises as `reads` does,
-    driver-failed."""
-    lanes, left, query = range(reads.lanes), iter(groups), cu.held("cuStreamQuery")
+) -> Iterator[None]:  # fmt: skip
+    """Reads every group, of at most `chunk` bytes, and passes it to `send`; yields after each. The second slots are pinned while
+    the first are read into. `cleanup` waits until all has been sent. Raises as `reads` does, driver-failed."""
+    lanes, waiting, query = range(reads.lanes), iter(groups), cu.held("cuStreamQuery")
     width = -(-chunk * reads.lanes // HUGE) * HUGE  # what is pinned at a time shares no page with the next
     memory = staging(width * 2, cleanup, pages=True)
     cleanup.callback(reads.close)  # before the memory goes
@@ -167,13 +146,13 @@ def send_by_lanes(
         pin(half, cleanup)
         return [new_slot(half[lane * chunk :][:chunk], cleanup) for lane in lanes]
 
-    def ask(lane: int, into: Slot) -> Reading | None:
-        if (group := next(left, None)) is None:
+    def begin(lane: int, slot: Slot) -> Reading | None:
+        if (group := next(waiting, None)) is None:
             return None
-        reads.begin(lane, into.address, *place(group))
-        return into, group
+        reads.begin(lane, slot.address, *place(group))
+        return slot, group
 
-    reading = [ask(lane, slot) for lane, slot in enumerate(pinned(0))]
+    reading = [begin(lane, slot) for lane, slot in enumerate(pinned(0))]
     others = pinned(1)
     while any(reading):
         sent = False
@@ -184,7 +163,7 @@ def send_by_lanes(
             free, others[lane] = others[lane], read[0]
             if query(free.stream):
                 call("cuStreamSynchronize", free.stream, detail="weights")
-            reading[lane], sent = ask(lane, free), True
+            reading[lane], sent = begin(lane, free), True
             yield
         if not sent:
             reads.wait()

@@ -1,11 +1,6 @@
-"""Reads of a file of weights by several threads, from the page cache or from the disk.
-
-What is in the page cache is read with RWF_NOWAIT, which costs no more than a read and says where the cached part ends.  From there
-on readahead is requested: eight threads that waited for their own reads got 0.2 GB/s of a disk that gives 1.2.
-
-A file larger than half of the machine's memory would push everything else out of the cache, and its beginning would be gone at its
-end.  It is read with O_DIRECT; where the file system has none, its pages are dropped behind the reading.
-"""
+"""Reads of a file of weights by several threads, from the page cache or from the disk. The cached part is read with RWF_NOWAIT; for
+the rest readahead is requested: eight threads with own reads got 0.2 GB/s of a disk that has 1.2. A file above half of the
+machine's memory would push everything out of the cache: it is read with O_DIRECT, or its pages are dropped."""
 
 from __future__ import annotations
 
@@ -18,14 +13,9 @@ from typing import NamedTuple
 from ..errors import BundleError
 from ..format.file_names import WEIGHTS
 
-ALIGNMENT = 4096
-"""Bytes: offsets, lengths and memory of direct reads are multiples of this."""
-
-STEP = 512 << 10
-"""Bytes of a request for readahead; the system drops what is more than a device takes at once."""
-
-SAMPLES = 64
-"""Places of a large file that are tried for the page cache, drawn anew each time: a try may bring its page there."""
+ALIGNMENT = 4096  # bytes: unit of offsets, lengths and addresses of direct reads
+STEP = 512 << 10  # bytes of a request for readahead; the system drops more than a device takes at once
+SAMPLES = 64  # random places of a large file that are tested for the page cache; a test may load its page
 
 
 class Piece(NamedTuple):
@@ -37,15 +27,13 @@ class Piece(NamedTuple):
 
 
 def place(group: Sequence[Piece]) -> tuple[int, int]:
-    """Where a group begins in the file, and its bytes from the first to the last."""
+    """A group's offset in the file, and its bytes from first to last."""
     return group[0].begin, group[-1].begin + group[-1].size - group[0].begin
 
 
 class WeightReader:
-    """Reads the open file `file`, the caller's, which errors call `name`.  `aligned`: `read` is given memory that begins at a page.
-
-    `cold`: something was not in the page cache; call `announce` ahead of further reads.  Raises weights-invalid.
-    """
+    """Reads an open file (`name` for errors) into memory that starts at a page if `aligned`. `cold`: something was not in the page
+    cache; call `announce` before further reads. Raises weights-invalid."""
 
     __slots__ = ("_direct", "_drop", "_file", "_name", "cold")
 
@@ -61,11 +49,8 @@ class WeightReader:
                 self._direct, self._drop = _reopened(file, os.O_DIRECT), False
 
     def read(self, view: memoryview, begin: int, size: int) -> int:
-        """Reads `size` bytes at `begin` of the file into the view; returns where in the view they begin.
-
-        The view has room as far as the multiples of ALIGNMENT around them.  Raises weights-invalid where the file ends too early,
-        OSError.
-        """
+        """Reads `size` bytes at `begin` into the view, which has room up to multiples of ALIGNMENT; returns their start in the
+        view. Raises weights-invalid at the end of the file, OSError."""
         if self._direct >= 0 and not self._drop:
             lead = begin % ALIGNMENT
             length = -(-(lead + size) // ALIGNMENT) * ALIGNMENT
@@ -88,12 +73,10 @@ class WeightReader:
         return 0
 
     def announce(self, places: Iterable[tuple[int, int]]) -> None:
-        """Requests readahead of these (begin, size)."""
         if self._direct < 0 or self._drop:
             announce(self._file, places)
 
     def close(self) -> None:
-        """Closes what this opened; nobody reads any more.  May be called twice."""
         if self._direct >= 0:
             os.close(self._direct)
         self._direct = -1
@@ -107,14 +90,14 @@ class WeightReader:
 
 
 def announce(file: int, places: Iterable[tuple[int, int]]) -> None:
-    """Requests readahead of these (begin, size) of a file (posix_fadvise)."""
+    """Requests readahead of (begin, size) ranges (posix_fadvise)."""
     for begin, size in places:
         for at in range(begin, begin + size, STEP):
             os.posix_fadvise(file, at, min(STEP, begin + size - at), os.POSIX_FADV_WILLNEED)
 
 
 def is_cached(file: int) -> bool:
-    """Whether most of an open file is in the page cache; False where the system cannot tell."""
+    """Whether most of a file is in the page cache; False if unknown."""
     try:
         other = _reopened(file, 0)
     except OSError:
@@ -134,5 +117,5 @@ def is_cached(file: int) -> bool:
 
 
 def _reopened(file: int, flags: int) -> int:
-    """Another descriptor of the same file, also where its path names another file by now."""
+    """Another descriptor of the same file, even if its path names another by now."""
     return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC | flags)

@@ -1,11 +1,7 @@
-"""Weights from the files into GPU memory, as fast as the bus takes them.
-
-A copy from a mapped file is pageable: the driver's one thread moves it at 10.8 GB/s.  Pinned memory moves at 55 GB/s, but pinning
-costs 0.5 ms a megabyte, more than it gains for all of a file.  So a few threads read the file into slots of a small pinned region,
-in huge pages, and one thread sends the slots on and gives them back: 33 to 47 GB/s by host, where threads that each read and send
-get less, since they wait for the interpreter's lock.  Of much that is in the page cache the C library's threads read more
-(lanes.py; tests/gpu/REPORT.md).  What is small is read and sent piece after piece.
-"""
+"""Weights from files into GPU memory at the speed of the bus. The driver copies a mapped file with one thread at 10.8 GB/s. Pinned
+memory is copied at 55 GB/s, but pinning takes 0.5 ms/MB. So threads read the file into slots of a small pinned region of huge
+pages, and one thread sends them: 33 to 47 GB/s by host; threads that read and send wait for the interpreter's lock. Large files in
+the page cache are read by the C library's threads (lanes.py; tests/gpu/REPORT.md), small ones without threads."""
 
 from __future__ import annotations
 
@@ -26,37 +22,30 @@ from ..format.safetensors import Entry
 from ..format.schema import Weight
 from .reads import Piece, WeightReader, announce, is_cached, place
 
-FIRST = 256 << 20
-"""Bytes of a file of which readahead is requested while the driver starts."""
-
-CHUNK = 2 << 20
-"""Bytes that are read at a time, into a slot."""
-
-AHEAD = 64 << 20
-"""Bytes of what is not in the page cache of which readahead is requested before they are read."""
-
-SMALL, LARGE = 16 << 20, 1 << 30
-"""Bytes up to which weights are sent without threads, and from which on by lanes."""
+FIRST = 256 << 20  # bytes of readahead while the driver starts
+CHUNK = 2 << 20  # bytes of a read, and of a slot
+AHEAD = 64 << 20  # bytes of readahead for uncached files
+SMALL, LARGE = 16 << 20, 1 << 30  # bytes: up to SMALL without threads, from LARGE by lanes
 
 
 def listed(bundle: Archive) -> dict[str, list[Piece]]:
-    """By file, what of the bundle's weights belongs on the GPU; requests readahead of it.  Raises weights-invalid."""
+    """For each file, the pieces that belong on the GPU; requests readahead. Raises weights-invalid."""
     capacity, files = dict(bundle.manifest.memories).get("weights", 0), {}
     for file, weights in weight_files(bundle.manifest).items():
         rows = [weight for weight in weights if weight.memory == "weights"]
         parts = pieces(rows, bundle.tensors(file), capacity, file) if rows else []
         if parts:
             files[file] = parts
-            left = FIRST
+            budget = FIRST
             for piece in parts:
-                announce(bundle.descriptor(file), [(piece.begin, min(piece.size, left))])
-                left -= min(piece.size, left)
+                announce(bundle.descriptor(file), [(piece.begin, min(piece.size, budget))])
+                budget -= min(piece.size, budget)
     return files
 
 
 def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: int, file: str = WEIGHTS) -> list[Piece]:
-    """Where the bytes of a file go, in the file's order: tied weights once, what is adjacent in both places as one.  `capacity`:
-    bytes of memory weights; `file`: its name.  Raises weights-invalid where the file lacks a weight or the memory is too small."""
+    """Where the bytes of a file go, in file order: tied weights once, adjacent ones merged. `capacity`: bytes of memory weights.
+    Raises weights-invalid."""
     places = set()
     for weight in weights:
         entry = entries.get(weight.tensor)
@@ -80,7 +69,7 @@ def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: in
 
 
 def chunks(parts: Sequence[Piece], size: int) -> list[list[Piece]]:
-    """The pieces cut and grouped so that each group lies within `size` bytes of the file, from a multiple of `size` on."""
+    """The pieces, split and grouped by aligned ranges of `size` bytes of the file."""
     groups: list[list[Piece]] = []
     limit = -1
     for piece in parts:
@@ -97,8 +86,8 @@ def chunks(parts: Sequence[Piece], size: int) -> list[list[Piece]]:
 
 
 class Way(NamedTuple):
-    """How weights travel: so many threads read them into slots of `chunk` bytes, of pinned memory or, one after the other, not.
-    `lanes`: by as many of the C library's instead, where it has them and the page cache has the file."""
+    """Transfer settings: threads that read, slots of `chunk` bytes, pinned or not; `lanes` of the C library if the file is in the
+    page cache."""
 
     readers: int
     slots: int
@@ -108,7 +97,7 @@ class Way(NamedTuple):
 
 
 def way(size: int) -> Way:
-    """How `size` bytes travel (measured: tests/gpu/REPORT.md)."""
+    """Settings for `size` bytes (measured: tests/gpu/REPORT.md)."""
     if size <= SMALL:
         return Way(readers=1, slots=1, pinned=False)
     if size < LARGE:
@@ -117,12 +106,8 @@ def way(size: int) -> Way:
 
 
 class Upload:
-    """Weights on their way, by threads that start at once.
-
-    `file`: an open descriptor, the caller's, of the file that errors call `name`.  `how`: by default as the size asks for.
-
-    `wait` raises the first failure (OutOfMemory, driver-failed, weights-invalid); `wait` or `stop` before memory weights is freed.
-    """
+    """An upload by threads that start at once. `file`: an open descriptor of the caller, `name` for errors. Call `wait` or `stop`
+    before memory weights is freed. Raises (in `wait`) OutOfMemory, driver-failed, weights-invalid."""
 
     def __init__(
         self, context: Context, file: int, parts: Sequence[Piece], base: int, how: Way | None = None, name: str = WEIGHTS
@@ -145,7 +130,7 @@ class Upload:
             self._thread.start()
 
     def wait(self) -> None:
-        """Returns when every byte is in its place; may be called again."""
+        """Returns when all is copied; may be called again."""
         self._join()
         if isinstance(self._failure, OSError):
             raise BundleError("weights-invalid", f"{self._name}: {self._failure.strerror}")
@@ -155,7 +140,7 @@ class Upload:
             raise BundleError("weights-invalid", f"{self._name}: {self._sent} of {self._total} pieces were copied")
 
     def stop(self) -> None:
-        """Drops what has not been started and waits for the rest; never raises."""
+        """Drops unread pieces and waits for the rest; never raises."""
         self._groups = []
         self._full.put(None)
         self._join()
@@ -166,7 +151,6 @@ class Upload:
             self._reader.close()
 
     def _run(self) -> None:
-        """In a thread of its own.  `cleanup` gives the slots back when nothing is on its way."""
         size, number, pinned = self._way.chunk, min(self._way.slots, self._total), self._way.pinned
         try:
             with self._context, Relaxed(), ExitStack() as cleanup:
@@ -179,8 +163,10 @@ class Upload:
                 slots = [new_slot(memory[at : at + size], cleanup) for at in range(0, size * number, size)]
                 if pinned:
                     self._send_by_readers(slots, cleanup)
-                else:
-                    self._send_in_turn(slots[0])
+                for index, group in enumerate(self._groups if not pinned else ()):  # one after the other
+                    self._send(cu.cuMemcpyHtoDAsync, slots[0], group, self._fill(slots[0], index, group))
+                    call("cuStreamSynchronize", slots[0].stream, detail="weights")
+                    self._sent += 1
         except (CgbundleError, OSError) as failure:  # for whoever waits
             self._failure = self._failure or failure
 
@@ -195,10 +181,8 @@ class Upload:
                 return
 
     def _send_by_readers(self, slots: Sequence[Slot], cleanup: ExitStack) -> None:
-        """Threads read into free slots; this one sends what they have read.  `cleanup` ends them and waits for them.
-
-        This thread keeps the interpreter's lock where the driver returns at once: whenever it lets go, a reader takes the lock, and
-        has to be waited for."""
+        """Threads read into free slots, this one sends them; `cleanup` ends the threads. This thread keeps the interpreter's lock
+        where the driver returns at once: otherwise a reader takes it, and this thread waits."""
         free: SimpleQueue[Slot | None] = SimpleQueue()  # None ends a reader
         numbers = count()
 
@@ -246,15 +230,8 @@ class Upload:
         for slot in travelling:
             call("cuStreamSynchronize", slot.stream, detail="weights")
 
-    def _send_in_turn(self, slot: Slot) -> None:
-        """Reads and sends one group after the other."""
-        for index, group in enumerate(self._groups):
-            self._send(cu.cuMemcpyHtoDAsync, slot, group, self._fill(slot, index, group))
-            call("cuStreamSynchronize", slot.stream, detail="weights")
-            self._sent += 1
-
     def _fill(self, slot: Slot, index: int, group: Sequence[Piece]) -> int:
-        """Reads a group, and requests readahead of those behind it; returns where in the slot it begins."""
+        """Reads a group, and requests readahead of later ones; returns its start in the slot."""
         if self._reader.cold:
             ahead = -(-AHEAD // self._way.chunk)
             begin, self._announced = max(self._announced, index), index + ahead  # two threads may request the same

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cgbundle.validate.memories import WORLDS as WORLDS
+from cgbundle.validate.manifest import WORLDS as WORLDS
 
 BLOCKS = 256
 """The most blocks of a collective's kernel."""

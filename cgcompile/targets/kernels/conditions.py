@@ -11,7 +11,7 @@ import hashlib
 
 from cgbundle.tables.module_state import Address, Relocation
 from cgbundle.tables.table import SET_CONDITION
-from cgbundle.validate.conditionals import PARAMS
+from cgbundle.validate.recordings import PARAMS
 from cgcompile.bundle.recordings import Function, Handle, KernelNode
 
 from .ptxas import assemble

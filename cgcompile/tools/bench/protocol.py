@@ -79,10 +79,10 @@ def difference(self_test: Mapped, tensors: Iterable[tuple[str, str, bytes]]) -> 
 
 def beside_stored(self_test: Mapped, name: str, dtype: str, got: bytes) -> tuple[float, bool]:
     """Returns (error, bitwise equal) of a tensor against the self-test's tensor, which may be condensed."""
-    from cgbundle.tensors import comparison, condensed
+    from cgbundle.tensors import comparison
 
-    if condensed.stand_in(self_test.entries, name):
-        error, text = condensed.compare_stored(self_test, name, dtype, got)
+    if comparison.stand_in(self_test.entries, name):
+        error, text = comparison.compare_stored(self_test, name, dtype, got)
         return error, not text
     expected = bytes(self_test.data(name))
     return (0.0, True) if expected == got else (comparison.difference(dtype, expected, got), False)

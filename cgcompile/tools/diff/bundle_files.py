@@ -15,8 +15,8 @@ from cgbundle.format.variants import variant_name
 from cgbundle.tables.module_state import ModuleState, decode_states
 from cgbundle.tables.table import Table
 from cgbundle.validate import contents
+from cgbundle.validate.bundle import check_self_test
 from cgbundle.validate.manifest import check_manifest
-from cgbundle.validate.self_test import check_self_test
 from cgcompile.bundle.recordings import Recording, decode
 
 

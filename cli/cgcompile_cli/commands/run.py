@@ -208,7 +208,7 @@ def _stored(path: str, entry: EntrySpec, key: str | None) -> list[Tensor]:
     from cgbundle.errors import CallError
     from cgbundle.format.archive import Archive
     from cgbundle.format.file_names import SELF_TEST
-    from cgbundle.validate.self_test import check_self_test
+    from cgbundle.validate.bundle import check_self_test
 
     from .. import int_keys
 

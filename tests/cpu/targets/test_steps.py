@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cgbundle.format.schema import Value
-from cgbundle.validate.lifetimes import check_lifetimes
-from cgbundle.validate.programs import check_order
+from cgbundle.validate.programs import check_lifetimes, check_order
 from cgcompile.partition.split import Partition, PlannedRegion
 from cgcompile.targets.cuda.steps import LoweredRegions, program_row
 

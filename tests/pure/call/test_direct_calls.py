@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from cgbundle.call import fast_path as direct
-from cgbundle.call.fast_path import Known, KnownCalls
+from cgbundle.call import outputs as direct
+from cgbundle.call.outputs import Known, KnownCalls
 from cgbundle.errors import CallError, MachineError
 from cgbundle.format.schema import Dimension, TensorSpec
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.tensors.dlpack import DLPack
-from cgbundle.tensors.tensor import Tensor, from_bytes
+from cgbundle.tensors.tensor import DLPack, Tensor, from_bytes
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.call import pieces as unrecorded
 from cgbundle.call import plan as dispatch
-from cgbundle.call.pieces import Chunk, pieces
+from cgbundle.call import plan as unrecorded
+from cgbundle.call.plan import Chunk, pieces
 from cgbundle.errors import CallError
 from cgbundle.format.schema import Dimension
 from tests.helpers.bundles.fabricate import dimension

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from cgbundle.call.entry import builder
-from cgbundle.call.records import MappingRecord, Record, record_class
+from cgbundle.call.structure import MappingRecord, Record, record_class
 
 LAYER = {"record": ["DynamicLayer", "object", ["keys", "values"], [{"tensor": 1}, {"tensor": 2}]]}
 TREE = {

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.call.entry import builder
-from cgbundle.call.records import record_class
-from cgbundle.call.structure import flattener
+from cgbundle.call.structure import flattener, record_class
 from cgbundle.format.pytree import RECORDS, check_call
 from cgbundle.format.schema import Parameter
 from tests.helpers.raising import raises

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle import self_test
-from cgbundle.call.mutated_inputs import apart, folds, reach, shared
+from cgbundle.call.aliasing import apart, folds, reach, shared
 from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
@@ -287,9 +287,9 @@ def test_views_keep_the_inputs_that_they_may_lie_in() -> None:
     run, _ = program(model(), "view")
     scale, x, other = arrays()
     run(scale, x, other)
-    assert any(held is x for held in run._held)
+    assert any(held is x for held in run._kept_inputs)
     run.close()
-    assert not run._held
+    assert not run._kept_inputs
 
 
 # --- memory that is shared -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cgbundle.tensors.tensor import Tensor
-from cgbundle.weights.host import ALIGNMENT, HostWeights
+from cgbundle.weights.host import CACHE_LINE, HostWeights
 from cgbundle.weights.update import contents_of
 from tests.helpers.bundles.tiny_bundle import manifest
 
@@ -33,7 +33,7 @@ def test_updated_weights_begin_at_cache_lines_and_lie_apart() -> None:
     first = HostWeights(mapped)
     second = first.updated(rows, [contents[row.name] for row in rows])
     places = [second.address(row.tensor) for row in rows]
-    assert [place % ALIGNMENT for place in places] == [0] * len(sizes) and ALIGNMENT == 64
+    assert [place % CACHE_LINE for place in places] == [0] * len(sizes) and CACHE_LINE == 64
     assert [ctypes.string_at(place, size) for place, size in zip(places, sizes, strict=True)] == [
         bytes([i + 1]) * size for i, size in enumerate(sizes)
     ]

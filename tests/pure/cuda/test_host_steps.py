@@ -20,8 +20,7 @@ from cgbundle.errors import BundleError, CallError, CgbundleError, MachineError,
 from cgbundle.format.schema import Manifest, Program, Region, Step, Value
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.program.opening import MODES
-from cgbundle.validate.lifetimes import check_lifetimes
-from cgbundle.validate.programs import check_order
+from cgbundle.validate.programs import check_lifetimes, check_order
 from cgbundle.weights import upload
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.call.fast_path import Caller as MadeBy
+from cgbundle.call.outputs import Caller as MadeBy
 from cgbundle.cuda import graph_executor
 from cgbundle.cuda.graph_executor import GraphExecutor
 from cgbundle.cuda.libcuda import answers

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import cgbundle
 from cgbundle.errors import CgbundleError
-from cgbundle.program.rendezvous import Board, Met, board_bytes, meet
+from cgbundle.program.exchanging import Board, Met, board_bytes, meet
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from tests.helpers.bundles.rank_bundles import FLOATS, expected, inputs
 from tests.helpers.drivers.fake_driver import install

@@ -21,9 +21,9 @@ from cgbundle.program import Program
 from cgbundle.tables.table import Table
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate.contents import check_tables
-from cgbundle.validate.memories import check_weight_rows
+from cgbundle.validate.manifest import check_weight_rows
 from cgbundle.validate.state import check_rows_of_recording, check_state, check_state_dimensions
-from cgbundle.weights.state_rows import Room, gpu_room, host_room, resized
+from cgbundle.weights.host import Room, gpu_room, host_room, resized
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import MemsetNode

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.schema import DTYPES, Alias
-from cgbundle.tensors.dlpack import cast
 from cgbundle.tensors.library import library_of
 from cgbundle.tensors.numbers import decode, encoded, is_safe
-from cgbundle.tensors.tensor import Tensor, from_bytes
+from cgbundle.tensors.tensor import DLPack, Tensor, from_bytes
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
@@ -37,7 +36,7 @@ def test_a_safe_cast_keeps_every_number(pair: tuple[str, str], data: bytes) -> N
     source, target = pair
     data = bytes([byte & 1 for byte in data]) if source == "bool" else data
     value = from_bytes(data, source, (16 // DTYPES[source],))
-    converted = cast(value, target)
+    converted = DLPack().cast(value, target)
     assert (converted.dtype, converted.shape) == (target, value.shape)
     assert str(converted.tolist()) == str(as_kind(value.tolist(), target))
 
@@ -67,7 +66,7 @@ def numbers(dtype: str) -> set[float]:
 
 def test_nothing_of_a_gpu_is_cast_without_a_library() -> None:
     with raises("input-device", match="a DLPack tensor on a GPU is not cast"):
-        cast(Tensor(0, "int32", (2,), None, None, device=0), "int64")
+        DLPack().cast(Tensor(0, "int32", (2,), None, None, device=0), "int64")
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------

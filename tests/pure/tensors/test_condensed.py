@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.schema import DTYPES
-from cgbundle.tensors import condensed
+from cgbundle.tensors import comparison
 from cgbundle.tensors.comparison import difference
 
 ROWS, COLUMNS = 24, 1024
@@ -21,11 +21,11 @@ EQUAL, NEAR = 0, 1
 
 def kept(dtype: str, data: bytes, how: int) -> dict[str, bytes]:
     """Returns what replaces a tensor, by ending."""
-    parts = {condensed.HASHES: condensed.block_hashes(data)}
+    parts = {comparison.HASHES: comparison.block_hashes(data)}
     if how == NEAR:
-        blocks = [data[begin : begin + condensed.BLOCK] for begin in range(0, len(data), condensed.BLOCK)]
-        parts[condensed.SAMPLES] = condensed.taken(dtype, data)
-        parts[condensed.STATISTICS] = b"".join([array("d", condensed.statistics(dtype, block)).tobytes() for block in blocks])
+        blocks = [data[begin : begin + comparison.BLOCK] for begin in range(0, len(data), comparison.BLOCK)]
+        parts[comparison.SAMPLES] = comparison.taken(dtype, data)
+        parts[comparison.STATISTICS] = b"".join([array("d", comparison.statistics(dtype, block)).tobytes() for block in blocks])
     return parts
 
 
@@ -34,7 +34,7 @@ def tensor(seed: float = 0.0) -> array[float]:
 
 
 def error_of(expected: array[float], got: array[float], how: int = NEAR) -> float:
-    return condensed.compare("float32", kept("float32", expected.tobytes(), how), got.tobytes())[0]
+    return comparison.compare("float32", kept("float32", expected.tobytes(), how), got.tobytes())[0]
 
 
 @given(st.floats(1e-3, 0.5), st.integers(0, 1 << 16))
@@ -65,16 +65,16 @@ def test_what_a_wrong_program_gives_is_noticed() -> None:
 def test_where_bits_are_promised_one_bit_is_noticed() -> None:
     data = tensor().tobytes()
     stored = kept("float32", data, EQUAL)
-    assert condensed.compare("float32", stored, data) == (0.0, "")
-    error, text = condensed.compare("float32", stored, data[:-1] + bytes([data[-1] ^ 1]))
+    assert comparison.compare("float32", stored, data) == (0.0, "")
+    error, text = comparison.compare("float32", stored, data[:-1] + bytes([data[-1] ^ 1]))
     assert (error, text) == (inf, "1 of 2 blocks of 65536 bytes differ, first number 1")
-    error, text = condensed.compare("int64", stored, bytes([data[0] ^ 1]) + data[1:])
+    error, text = comparison.compare("int64", stored, bytes([data[0] ^ 1]) + data[1:])
     assert error == 0.5 and "first number 0" in text
 
 
 def test_equal_values_with_other_bits_are_no_error_and_not_exact() -> None:
     zeros, negative = array("f", [0.0] * 100), array("f", [-0.0] * 100)
-    error, text = condensed.compare("float32", kept("float32", zeros.tobytes(), NEAR), negative.tobytes())
+    error, text = comparison.compare("float32", kept("float32", zeros.tobytes(), NEAR), negative.tobytes())
     assert error == 0.0 and text
 
 
@@ -82,7 +82,7 @@ def test_equal_values_with_other_bits_are_no_error_and_not_exact() -> None:
 @pytest.mark.parametrize("elements", [0, 1, 17, 40_000])
 def test_shapes_are_those_of_what_is_kept(dtype: str, elements: int) -> None:
     data = bytes(elements * DTYPES[dtype])
-    for how, shapes in enumerate(condensed.expected_shapes("x", dtype, elements)):
+    for how, shapes in enumerate(comparison.expected_shapes("x", dtype, elements)):
         parts = kept(dtype, data, how)
         assert {"x" + ending for ending in parts} == set(shapes)
         for ending, contents in parts.items():
@@ -91,12 +91,12 @@ def test_shapes_are_those_of_what_is_kept(dtype: str, elements: int) -> None:
             for axis in shape:
                 size *= axis
             assert len(contents) == size, (ending, shape)
-        assert condensed.compare(dtype, parts, data) == (0.0, "")
+        assert comparison.compare(dtype, parts, data) == (0.0, "")
 
 
 @given(st.integers(1, 1 << 20))
 def test_samples_are_elements_each_of_its_own_window(elements: int) -> None:
-    last = condensed.sample_count(elements) - 1
+    last = comparison.sample_count(elements) - 1
     for sample in {0, last // 2, last}:
-        place = condensed.place_of(sample, elements)
-        assert sample * condensed.STEP <= place < min(elements, (sample + 1) * condensed.STEP)
+        place = comparison.place_of(sample, elements)
+        assert sample * comparison.STEP <= place < min(elements, (sample + 1) * comparison.STEP)

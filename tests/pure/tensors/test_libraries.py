@@ -9,10 +9,9 @@ import pytest
 
 from cgbundle.format import spans
 from cgbundle.tensors import tensor
-from cgbundle.tensors.dlpack import DLPack
 from cgbundle.tensors.library import Descriptor, library_of
 from cgbundle.tensors.numpy_arrays import Numpy
-from cgbundle.tensors.tensor import Tensor
+from cgbundle.tensors.tensor import DLPack, Tensor
 from tests.helpers.raising import raises
 
 numpy = pytest.importorskip("numpy")

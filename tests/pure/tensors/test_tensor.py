@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cgbundle.format import spans
 from cgbundle.format.schema import DTYPES
-from cgbundle.tensors import capsules, dlpack, library, tensor
+from cgbundle.tensors import capsules, library, tensor
 from cgbundle.tensors.tensor import Tensor
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
@@ -500,7 +500,7 @@ def test_any_tensor_survives_a_capsule(shape: tuple[int, ...], dtype: str) -> No
 
 @pytest.mark.parametrize(("field", "value"), [("address", -8), ("shape", (2, -3)), ("strides", (1,)), ("dtype", "float31")])
 def test_a_tensor_that_was_changed_is_looked_at_again(field: str, value: object) -> None:
-    given_again, library = tensor.empty("float32", (2, 3)), dlpack.DLPack()
+    given_again, library = tensor.empty("float32", (2, 3)), tensor.DLPack()
     first = library.take(given_again, "x")
     assert library.take(given_again, "x")[1] is first[1], "one that was not is not"
     setattr(given_again, field, value)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.validate import host_code
-from cgbundle.validate.elf import HEADER, MAGIC, NO_BITS, SECTION, SEGMENT, SHARED_OBJECT, check_elf
+from cgbundle.validate.contents import HEADER, MAGIC, NO_BITS, SECTION, SEGMENT, SHARED_OBJECT, check_elf
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 

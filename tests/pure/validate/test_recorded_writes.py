@@ -8,7 +8,7 @@ from cgbundle.errors import BundleError
 from cgbundle.format.schema import MEMORIES, Program, Step, Value
 from cgbundle.tables.module_state import Address, Relocation
 from cgbundle.tables.table import Table
-from cgbundle.validate.lifetimes import check_overwrites
+from cgbundle.validate.programs import check_overwrites
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import KernelNode, MemcpyNode, MemsetNode, Node, Recording
 from tests.helpers.bundles.recordings import ARENA, FUNCTION, INPUTS, WEIGHTS

@@ -10,8 +10,8 @@ import pytest
 from cgbundle.format import file_names, manifest_json, safetensors, safetensors_writer
 from cgbundle.format.file_names import self_test_entry
 from cgbundle.format.schema import Manifest, Weight
+from cgbundle.validate.bundle import check_self_test
 from cgbundle.validate.manifest import check_self_test_rows
-from cgbundle.validate.self_test import check_self_test
 from cgcompile.bundle import manifest_text
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.edits import edited

@@ -11,7 +11,7 @@ import pytest
 from cgbundle.format import manifest_json
 from cgbundle.format.schema import Alias, EntrySpec, FrozenWeight, Manifest, Region, Value, Weight
 from cgbundle.validate import programs, state
-from cgbundle.validate.memories import check_frozen
+from cgbundle.validate.manifest import check_frozen
 from cgbundle.validate.state import base_of, check_state
 from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import state_bundles

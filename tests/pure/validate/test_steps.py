@@ -14,8 +14,7 @@ from cgbundle.format.schema import Program, Step, Value
 from cgbundle.format.spans import Spans, span
 from cgbundle.tables.table import Table
 from cgbundle.validate.contents import check_tables
-from cgbundle.validate.lifetimes import check_lifetimes, check_overwrites
-from cgbundle.validate.programs import check_order
+from cgbundle.validate.programs import check_lifetimes, check_order, check_overwrites
 from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf

@@ -16,8 +16,7 @@ from cgbundle.format.spans import Cover
 from cgbundle.tables.module_state import Address
 from cgbundle.tables.table import Table
 from cgbundle.validate.contents import check_tables
-from cgbundle.validate.lifetimes import check_targets, writable
-from cgbundle.validate.programs import check_steps
+from cgbundle.validate.programs import check_steps, check_targets, writable
 from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import MemcpyNode, MemsetNode, Node, Recording
 from tests.helpers.bundles import conditional_rows, cuda_bundles, state_bundles
