@@ -132,7 +132,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         monkeypatch.setattr(module, "capture_call", captured)
     monkeypatch.setattr(steps, "condition", lambda place: ctypes.c_uint8.from_address(place.address).value)
     monkeypatch.setattr(regions.LoadedProgram, "tensor_of", tensor_of)
-    monkeypatch.setattr(regions, "_here", lambda spot: held[spot.address])
+    monkeypatch.setattr(regions, "_host_view", lambda spot: held[spot.address])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     return asked

@@ -400,11 +400,11 @@ def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
 def test_copies_on_several_devices(folder: Path) -> None:
     """A request goes to the least loaded replica; one that fails at once does not attract all requests."""
     with running(folder, others=[Scripted()], limit=2) as server:
-        models = [engine._model for engine in server.served.engine._each]
+        models = [engine._model for engine in server.served.engine._engines]
         for model in models:
             model.gate.clear()
         sent = [server.send("/v1/completions", {"prompt": "abc", "max_tokens": 8, "seed": 0}) for _ in range(4)]
-        server.until(lambda: [engine.open_requests for engine in server.served.engine._each] == [2, 2])
+        server.until(lambda: [engine.open_requests for engine in server.served.engine._engines] == [2, 2])
         assert server.ask("/v1/completions", {"prompt": "abc"})[0] == 429
         for model in models:
             model.gate.set()
