@@ -177,7 +177,7 @@ def _fake_at(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor`, as a plain torch.nn.Parameter if `value` is a Parameter: subclasses may not survive `detach`."""
+    """Returns `tensor`, as a torch.nn.Parameter if `value` is one."""
     return torch.nn.Parameter(tensor.detach(), value.requires_grad) if isinstance(value, torch.nn.Parameter) else tensor
 
 

@@ -66,9 +66,9 @@ def save_graphs(
     - `verify`: the second process replays every graph three times, once over poisoned outputs.  Then a fresh process without torch
       replays the bundle over the same memory at other addresses.  All tensors must hold the same bits, and are put back afterwards.
       `attach` takes a bundle that was saved with verify=False only with unverified=True.
-    - `returns`: by a graph's key, the names of the outputs that it returns.  After a replay, these outputs and the tensors that no
-      capture allocated are compared.  Without it, all outputs are compared after every replay; kernels may leave anything there if
-      the outputs of one graph share memory with scratch memory of another.
+    - `returns`: for every graph's key, the names of the outputs that it returns.  After a replay, these outputs are compared, and
+      the tensors that no capture allocated.  Without it, all outputs are compared after every replay.  That fails if a kernel
+      leaves other bits every time in scratch memory that another graph's outputs share.
     - `prepare`: called with a graph's key before each of these replays, to write inputs into `tensors`.  Without it, a graph reads
       what the graphs before it left.  Kernels that count in a tensor need it.
 
@@ -76,6 +76,7 @@ def save_graphs(
     and, where it is known, the line of Python that launched it.  Raises a BuildError.
     """
     log = observed()
+    _check_returns(returns, graphs, tensors)
     destination = Path(out)
     if os.path.lexists(destination):
         raise BuildError("output-exists", f"{destination}: exists already", "remove it first, or choose another path")
@@ -103,6 +104,17 @@ def save_graphs(
     except OSError as error:
         raise BuildError("output-unwritable", f"{error.filename or destination}: {error.strerror or error}") from error
     return saved
+
+
+def _check_returns(returns: Mapping[Key, Collection[str]] | None, graphs: Collection[Key], tensors: Collection[str]) -> None:
+    """Raises graph-refused for a graph that is missing in `returns`, or an unknown key or tensor: nothing would be compared."""
+    for key in () if returns is None else [key for key in graphs if key not in returns]:
+        raise BuildError("graph-refused", f"graph {key!r}: `returns` does not say what it returns", "name its outputs, or []")
+    for key, names in (returns or {}).items():
+        if key not in graphs:
+            raise BuildError("graph-refused", f"`returns` names graph {key!r}, which is not among the graphs")
+        for name in [name for name in names if name not in tensors]:
+            raise BuildError("graph-refused", f"graph {key!r}: `returns` names tensor {name!r}, which is not among the tensors")
 
 
 def _complete(

@@ -101,7 +101,7 @@ def verify(
         text = f"a replay in a fresh process needs {arena + SPARE:,} bytes of the GPU, which has {free:,} free"
         raise BuildError("not-verifiable", text)
     regions = _regions(engine, here)
-    results = None if returns is None else [_returned(engine, here, returns.get(key, ())) for key in graphs]
+    results = None if returns is None else [_returned(engine, here, returns[key]) for key in graphs]
     spans = [_handle(address, number, engine) for number, address in enumerate(here.spans)]
     steps = [(partial(prepare, key), graph.replay) for key, graph in graphs.items()]
     with scratch_folder() as scratch:

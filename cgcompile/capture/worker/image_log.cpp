@@ -1,7 +1,8 @@
 // Notes the kernel images that a process loads, and the driver calls that load them: a callback of CUPTI (cupti_callbacks.h, CUDA 12 and 13).
 //
-// It runs no Python.  A callback runs inside a driver call, which may hold a lock of the driver.  If it waited for Python's lock, a thread
-// that holds Python's lock and waits for the driver's would never go on: torch's static launcher loads kernels with Python's lock held.
+// Loads run no Python.  A callback runs inside a driver call, which may hold a lock of the driver.  If it waited for Python's lock, a
+// thread that holds Python's lock and waits for the driver's would never go on: torch's static launcher loads kernels with Python's lock
+// held.  Only `node_created` is Python.
 
 #include <pthread.h>
 #include <stdint.h>

@@ -1,7 +1,8 @@
 """The kernel images that an engine loads.  CUPTI calls `image_log.cpp`, because a callback in Python can stop the process for good.
 
 A callback runs inside a driver call.  In Python it would wait there for the interpreter's lock, while another thread may hold that
-lock and wait for the driver's.  vLLM 0.24 stops so where torch loads several compiled parts of a model in threads.
+lock and wait for the driver's.  vLLM 0.24 stops so where torch loads several compiled parts of a model in threads.  One callback
+still calls Python: a node that a capture adds to a graph needs its line.  Do not load kernels in other threads during a capture.
 """
 
 from __future__ import annotations
@@ -115,9 +116,9 @@ def _library() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "image_log.so"
         command = [compiler(), "-O2", "-shared", "-fPIC", str(SOURCE), "-o", str(target)]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        if made.returncode:
-            reason = next((line for line in made.stderr.splitlines() if "error" in line), "no message")
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            reason = next((line for line in process.stderr.splitlines() if "error" in line), "no message")
             raise BuildError("compiler-failed", f"observe: {compiler()} does not compile {SOURCE.name}: {reason}")
         library = ctypes.CDLL(str(target))
     library.new_log.restype = library.first_load.restype = ctypes.c_void_p

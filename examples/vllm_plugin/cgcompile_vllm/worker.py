@@ -149,10 +149,10 @@ class GraphWorker(Worker):
         pieces, graphs, returned = engine.captured_pieces(engine.wrappers())
         graphs |= {engine.full_key(descriptor): graph for descriptor, graph in manager.graphs.items()}
         tensors = tensors | returned
-        returns = {key: ["hidden"] for key in graphs} | {piece.key: piece.names for piece in pieces}
         hidden = manager.hidden_states
         if hidden is not None:
             tensors["hidden"] = hidden
+        returns = {key: [] if hidden is None else ["hidden"] for key in graphs} | {piece.key: piece.names for piece in pieces}
         write_inputs = partial(engine.write_inputs, runner)
         saved = cgcompile.save_graphs(graphs, tensors, self._folder / GRAPHS, prepare=write_inputs, returns=returns)
         assert self._record is not None

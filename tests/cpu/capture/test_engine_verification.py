@@ -132,7 +132,7 @@ def test_bytes_that_differ_are_counted(plans: list[dict[str, Any]], monkeypatch:
             run(graphs, engine)
     else:
         with raises("replays-differ", match="two replays of the engine's own graph 1 of 2 leave other bits in 'result'"):
-            run(graphs, engine, returns={"small": ["result"]})
+            run(graphs, engine, returns={"small": ["result"], (8, "rows"): []})
 
 
 def test_what_graphs_change_is_noted_and_put_back(plans: list[dict[str, Any]]) -> None:
@@ -245,3 +245,21 @@ def test_a_process_that_differs_takes_the_place_of_the_first(tmp_path: Path, mon
     with raises("engine-differs", match="other keys: 0 and 8; the recording is now of this process"):
         save.save_graphs({}, {}, tmp_path / "engine.cgb")
     assert read_recording(tmp_path / "engine.cgb.recording").keys == (8,)
+
+
+@pytest.mark.parametrize(
+    ("returns", "match"),
+    [
+        ({}, r"graph 8: `returns` does not say what it returns"),
+        ({8: [], 9: []}, r"`returns` names graph 9, which is not among the graphs"),
+        ({8: ["sum", "sums"]}, r"graph 8: `returns` names tensor 'sums', which is not among the tensors"),
+    ],
+)
+def test_returns_that_would_leave_out_a_comparison_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: dict[Any, list[str]], match: str
+) -> None:
+    from cgcompile.capture.engine import save
+
+    monkeypatch.setattr(save, "observed", lambda: None)
+    with raises("graph-refused", match=match):
+        save.save_graphs({8: None}, {"sum": None}, tmp_path / "engine.cgb", returns=returns)  # type: ignore[dict-item]
