@@ -129,6 +129,10 @@ class BoundedConnection(H11Protocol):
         super().on_response_complete()
         self._watch()
 
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._watch()
@@ -143,10 +147,11 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Starts the timer while the server waits for the client, and stops it otherwise."""
-        idle = self.timeout_keep_alive_task is not None  # uvicorn has its own timer for idle connections
+        """Starts the timer while the server waits for the client, and stops it otherwise.  uvicorn has its own timer for idle
+        connections.  A closed connection waits for the client to read the rest."""
+        idle = self.timeout_keep_alive_task is not None
         asking = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not idle
-        if not (asking or self.flow.write_paused):
+        if not (asking or self.flow.write_paused or self.transport.is_closing()):
             if self._end is not None:
                 self._end.cancel()
             self._end = None

@@ -62,14 +62,16 @@ class Model:
 
 
 class Running:
-    """A server in a thread, with batches of 2 and a queue of 3."""
+    """A server in a thread, with batches of 2 and a queue of 3.  `sending`: bytes that the system keeps for a slow client."""
 
-    def __init__(self, serve: ModuleType, seconds: float, idle: int = 1) -> None:
+    def __init__(self, serve: ModuleType, seconds: float, idle: int = 1, sending: int = 0) -> None:
         self.model = Model()
         batcher = Batcher(self.model, (8,), 2, 0.0, 3)
         app = serve.make_app(batcher, lambda text: [int(word) for word in text.split()], {})
         self.server = make_server(app, request=seconds, idle=idle)
         listening = socket.create_server(("127.0.0.1", 0))
+        if sending:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sending)
         self.port = listening.getsockname()[1]
         self.thread = threading.Thread(target=self.server.run, args=([listening],))
         self.thread.start()
@@ -274,18 +276,41 @@ def test_half_of_a_next_request_keeps_no_connection(strict: Running) -> None:
         assert ended(connection)
 
 
-def test_an_answer_that_nobody_takes_keeps_no_connection(serve: ModuleType) -> None:
+def reads_nothing(running: Running) -> socket.socket:
+    """Returns a connection whose client keeps few bytes that it has not read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", running.port))
+    return connection
+
+
+def test_answers_that_nobody_takes_keep_no_connection(serve: ModuleType) -> None:
     """The client sends requests without end and reads no answers."""
-    running = Running(serve, SECONDS)
+    running = Running(serve, SECONDS, sending=4096)
     try:
-        with running.connect() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with reads_nothing(running) as connection:
             connection.settimeout(0.2)
             try:
                 for _ in range(100_000):
-                    connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: here\r\n\r\n" * 100)
-            except TimeoutError:
+                    connection.sendall(b"GET /nothing HTTP/1.1\r\nHost: here\r\n\r\n" * 100)
+            except (TimeoutError, ConnectionError):  # the second on a machine that is slow enough
                 pass
+            wait_for(lambda: not running.server.server_state.connections)
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize("last", (b"", b"Connection: close\r\n"), ids=("kept", "closed"))
+def test_the_rest_of_answers_that_nobody_takes_keeps_no_connection(serve: ModuleType, last: bytes) -> None:
+    """The rest is less than what makes the server stop writing."""
+    running = Running(serve, SECONDS, sending=4096)
+    try:
+        with reads_nothing(running) as connection:
+            begun = b"GET /nothing HTTP/1.1\r\nHost: here\r\n"
+            connection.sendall((begun + b"\r\n") * 199 + begun + last + b"\r\n")
+            wait_for(lambda: running.server.server_state.total_requests == 200)
+            (left,) = running.server.server_state.connections
+            assert 0 < left.transport.get_write_buffer_size() < 64 << 10
             wait_for(lambda: not running.server.server_state.connections)
     finally:
         running.stop()
