@@ -119,7 +119,7 @@ def _other_numbers(earlier: SideEffects, reads: Set[int]) -> Iterator[SideEffect
     """Yields the call with other numbers read: each number in `reads` minus 1, then plus 1, wherever the call read it."""
     values = {number for at in reads if at < len(earlier.reads) for number in tree_leaves(earlier.reads[at])}
     for step in (-1, 1):
-        yield _changed(earlier, earlier.answers, [_beside(read, step, values) for read in earlier.reads])
+        yield _changed(earlier.answers, [_beside(read, step, values) for read in earlier.reads])
 
 
 def _beside(value: Any, step: int, values: Collection[Any]) -> Any:
@@ -133,10 +133,10 @@ def _beside(value: Any, step: int, values: Collection[Any]) -> Any:
 
 def _other_answer(earlier: SideEffects, at: int) -> SideEffects:
     """Returns the call with the opposite answer at branch number `at`."""
-    return _changed(earlier, [answer != (place == at) for place, answer in enumerate(earlier.answers)], earlier.reads)
+    return _changed([answer != (place == at) for place, answer in enumerate(earlier.answers)], earlier.reads)
 
 
-def _changed(earlier: SideEffects, answers: Sequence[bool], reads: Sequence[Any]) -> SideEffects:
+def _changed(answers: Sequence[bool], reads: Sequence[Any]) -> SideEffects:
     effects = SideEffects()
     effects.answers, effects.reads = list(answers), list(reads)
     return effects

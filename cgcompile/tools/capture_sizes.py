@@ -77,7 +77,7 @@ def propose(counts: Mapping[int, int], most: int, multiple: int = 1) -> tuple[Pr
         if limit < 1:
             raise BuildError("limit-invalid", f"{name} is {limit}, expected at least 1")
     if not counts:
-        raise BuildError("request-log-invalid", "the trace: no sizes")
+        raise BuildError("request-log-invalid", "the counts: no sizes")
     rounded: Counter[int] = Counter()
     for size, count in counts.items():
         rounded[-(-size // multiple) * multiple] += count

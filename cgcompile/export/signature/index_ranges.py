@@ -82,9 +82,12 @@ def _indexed(user: Node, node: Node) -> Iterator[Range]:
         if args[2] is node:
             yield from _axis(args[0], args[1], negative=False)
     elif user.target in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-        for axis, index in enumerate(args[1]):
-            if index is node and _dtype(node) is not torch.uint8:  # uint8 is a mask
+        axis = 0
+        for index in args[1]:
+            mask = _dtype(index) in (torch.bool, torch.uint8)
+            if index is node and not mask:
                 yield from _axis(args[0], axis, negative=True)
+            axis += index.meta["val"].dim() if mask else 1  # a mask selects along all its dimensions
 
 
 def _axis(table: Any, axis: Any, *, negative: bool) -> Iterator[Range]:

@@ -169,8 +169,11 @@ def divide(a: Any, b: Any) -> Pair:
 
 
 def reciprocal(x: Pair) -> Pair:
-    square = x.real * x.real + x.imag * x.imag
-    return Pair(x.real / square, -x.imag / square)
+    """Divides by the larger part first: the square of a large or small number would overflow or underflow."""
+    largest = torch.maximum(x.real.abs(), x.imag.abs())
+    real, imag = x.real / largest, x.imag / largest
+    square = real * real + imag * imag
+    return Pair(real / square / largest, -imag / square / largest)
 
 
 def add(a: Any, b: Any, *, alpha: Any = 1) -> Pair:

@@ -230,12 +230,11 @@ def embedding_bag(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Bags of rows of `weight`: their sum (mode 0), mean (1) or maximum (2).  Every bag reads every index in a fixed order, so that
     equal inputs give equal bits.  Only the first of the four results is used without gradients."""
-    starts = offsets[:-1] if include_last_offset else offsets
-    ends = torch.cat([offsets[1:], offsets[-1:] if include_last_offset else offsets.new_full((1,), indices.shape[0])])
-    ends = offsets[1:] if include_last_offset else ends
+    bounds = offsets if include_last_offset else torch.cat([offsets, offsets.new_full((1,), indices.shape[0])])
+    starts, ends = bounds[:-1], bounds[1:]
     position = torch.arange(indices.shape[0], device=indices.device)
     inside = (position >= starts.unsqueeze(-1)) & (position < ends.unsqueeze(-1)) & (indices != padding_idx)  # (bags, indices)
-    rows = weight[indices].to(torch.float32)
+    rows = weight[indices].to(torch.promote_types(weight.dtype, torch.float32))
     count = inside.sum(-1)
     if mode == 2:
         maxima = torch.where(inside.unsqueeze(-1), rows, -math.inf).amax(1)

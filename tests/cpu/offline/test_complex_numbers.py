@@ -107,6 +107,12 @@ def test_operations_on_pairs_are_those_of_pytorch(name: str) -> None:
     torch.testing.assert_close(output, CASES[name](z, x), rtol=1e-5, atol=1e-5)
 
 
+def test_reciprocals_of_large_and_small_numbers() -> None:
+    z = torch.tensor([3e25 - 4e25j, 2e-25 + 1e-25j, 5e20j])
+    actual = run_on_pairs(aten.reciprocal.default, (Pair(z.real, z.imag),), {})
+    torch.testing.assert_close(joined(actual), z.reciprocal(), rtol=1e-6, atol=0)
+
+
 def test_an_operator_without_a_rule_is_named() -> None:
     with pytest.raises(ModelError, match=r"linalg_inv_ex of complex numbers") as caught:
         run_on_pairs(aten.linalg_inv.default, (Pair(torch.eye(2), torch.eye(2)),), {})

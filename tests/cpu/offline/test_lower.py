@@ -586,10 +586,11 @@ def test_attentions(causal: bool, mask: str) -> None:
     torch.testing.assert_close(decompositions.attention(query, key, value, **options), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("last", [False, True])
-def test_bags(mode: str, last: bool) -> None:
-    weight, indices = torch.randn(20, 4), torch.randint(0, 20, (9,))
+def test_bags(mode: str, last: bool, dtype: torch.dtype) -> None:
+    weight, indices = torch.randn(20, 4, dtype=dtype), torch.randint(0, 20, (9,))
     offsets = torch.tensor([0, 3, 3, 7, 9] if last else [0, 3, 3, 7])
     number = ("sum", "mean", "max").index(mode)
     expected = F.embedding_bag(indices, weight, offsets, mode=mode, include_last_offset=last, padding_idx=2)

@@ -10,7 +10,7 @@ from torch.nn.functional import embedding, one_hot
 
 from cgcompile.export.signature.index_ranges import index_ranges
 
-TABLE, SHORT, GRID = torch.ones(100, 4), torch.ones(7, 4), torch.ones(3, 50)
+TABLE, SHORT, GRID, CUBE = torch.ones(100, 4), torch.ones(7, 4), torch.ones(3, 50), torch.ones(2, 3, 50)
 LONG = torch.zeros(2, 3, dtype=torch.int64)
 
 CASES: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor, tuple[int, int] | None]] = {
@@ -21,6 +21,7 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor, tuple[int, int
     "plus a constant, as positions of OPT and BART": (lambda x: embedding(x + 2, TABLE), LONG, (-2, 98)),
     "minus a constant": (lambda x: embedding(x - 1, TABLE), LONG + 1, (1, 101)),
     "an axis that counts from the end, too": (lambda x: GRID[:, x], LONG, (-50, 50)),
+    "behind a mask of two dimensions": (lambda x: CUBE[CUBE[..., 0] > 0, x], LONG[0, :1], (-50, 50)),
     "index_select": (lambda x: TABLE.index_select(0, x.flatten()), LONG, (0, 100)),
     "gather": (lambda x: GRID.gather(1, x), LONG, (0, 50)),
     "one_hot": (lambda x: one_hot(x, 9), LONG, (0, 9)),
