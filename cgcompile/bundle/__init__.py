@@ -1,1 +1,2 @@
-"""Writes bundles (programs, self-test, manifest), and verifies them in a fresh process.  No other code writes the format."""
+"""Writes bundles (programs, recordings, self-test, manifest), and verifies them in a fresh process (`proof`).  No other code writes
+the format."""

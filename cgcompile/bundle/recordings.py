@@ -1,4 +1,4 @@
-"""Recordings of graphs, as both recorders produce them, and their encoding as bytes.
+"""Recordings of graphs, with the parameters of every node, as both recorders produce them, and their encoding as bytes.
 
 `encode` and `decode` are exact inverses: if `decode` accepts bytes, `encode` of the result returns the same bytes.  The runtime
 reads the columns directly (cgbundle/tables/table.py), without these classes.

@@ -15,8 +15,8 @@ from cgcompile.bundle.recordings import encode_states
 
 from ..bundle.emit import describe_size
 from ..bundle.proof import accepted, measured, unproved
-from ..bundle.rows import WHOLE
 from ..bundle.self_test import KeySelfTest, replayed_self_test, write_self_test
+from ..bundle.single_region import WHOLE
 from ..model.source import SEED, SELF_TEST_SEED, sample
 from ..targets.build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
 from ..targets.cuda.donations import donated_outputs

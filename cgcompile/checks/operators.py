@@ -211,7 +211,7 @@ def quantized_weights(context: RuleContext) -> Iterable[Finding]:
     Effect: the self-test compares with eager PyTorch and the same quantized weights.  The finding says how far the results are from
     those of the folder's weights.
     Fix: none needed; without `--weights` the bundle has the folder's weights.
-    Source: language_models/int8_network.py.
+    Source: language_models/kernels/int8_network.py.
     """
     quantization = getattr(context.exported.source.model, "quantization", None)
     if isinstance(quantization, Quantization):

@@ -9,7 +9,7 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
-from ..bundle.rows import WHOLE
+from ..bundle.single_region import WHOLE
 from ..errors import BuildError
 from ..export.programs import Programs
 from ..model.flat_module import PREFIX

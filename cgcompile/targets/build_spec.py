@@ -53,7 +53,7 @@ class EntryBuild:
 class BuildSpec:
     """The input of a build: the entries of one model, the donations between them, and the options.
 
-    `recorder` is that of `targets.Chosen`.  The other fields are options of `build`.  `ranks`: the processes that build the other
+    `recorder` is that of `choice.Chosen`.  The other fields are options of `build`.  `ranks`: the processes that build the other
     ranks of a model over several devices.  A recorder works on all entries together, in mappings by *build key*: see `build_key`.
     """
 

@@ -4,7 +4,8 @@
 kernels read but no tensor of the program holds (cuFFT's twiddle factors, constants that Inductor folded).
 *state*: the buffers that the program writes to.  Buffers whose number of rows is chosen at load come last, with room for MORE rows.
 *inputs*: the input tensors of the call.  Every key starts at offset 0, so keys share this memory.
-*arena*: the temporaries of a key.  Keys share this memory, so a bundle needs the largest size, not the sum.
+*arena*: the temporaries of a key.  Keys share this memory, so a bundle needs the largest size, not the sum.  Its offsets are
+planned elsewhere: `offline/assemble/arena.py` for a cross-compiled program, `capture/placement.py` for segments of torch.
 
 On a GPU each memory ends with PAD unused bytes, so that an address one past the end of the last tensor is still inside.
 """

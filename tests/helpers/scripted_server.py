@@ -95,7 +95,7 @@ class Running:
     def __init__(self, model: Any, folder: Path, limit: int = 32, others: Sequence[Any] = (), seconds: float = 60.0) -> None:
         from cgserve.application import Application
         from cgserve.language.served_model import ServedModel
-        from cgserve.language.text import Language
+        from cgserve.language.tokenizer import Language
         from cgserve.settings import Settings
         from cgserve.transport.running import make_server
 

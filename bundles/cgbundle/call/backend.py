@@ -34,7 +34,7 @@ class Backend(Protocol):
 
     `update` replaces checked weights of memory weights by position, tied ones together. Later calls of `sessions` (backends over
     the same weights) use the new weights, each call either old or new ones. `files` hold the contents. `ready` is called right
-    before the change. Nothing changes if this or `ready` raises. `fast_path` returns, for a `fast_path.Caller`, a function
+    before the change. Nothing changes if this or `ready` raises. `fast_path` returns, for an `outputs.Caller`, a function
     (addresses on the device, views) -> result of the call, which does `begin`, the checks of views, the counts, `run`, `finish` and
     `end`; or None."""
 

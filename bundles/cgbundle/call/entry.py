@@ -187,16 +187,16 @@ class Entry:
             return results
         if len(plan.parts) == 1:
             (part,) = plan.parts
-            kept, addresses = self._piece(library, device, part, values)
+            kept, addresses = self._pad_inputs(library, device, part, values)
             return outputs.replay(call, part.program, addresses, part.outputs)
         whole = [library.empty(spec.dtype, shape, device) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
         for part in plan.parts:
-            kept, addresses = self._piece(library, device, part, values)
+            kept, addresses = self._pad_inputs(library, device, part, values)
             outputs.replay_into(whole, call, part, addresses)
             del kept  # the inputs had to live until the replay was done with them
         return outputs.guard(library, whole) if self._views else whole
 
-    def _piece(self, library: Library, device: int | None, part: Part, values: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    def _pad_inputs(self, library: Library, device: int | None, part: Part, values: Sequence[Any]) -> tuple[list[Any], list[int]]:
         """The inputs of one replay, padded with zeros to the recorded shapes, and their addresses. The tensors must outlive the
         replay."""
         pieces: list[Any] = []

@@ -1,5 +1,5 @@
-"""From the shapes of a call to the replays that serve it, with slices of every input and output. Guards compare dtypes, devices and
-shapes with the signature; errors name the input, the axis, expected and actual. Pure."""
+"""From the shapes of a call to the replays that serve it, with slices of every input and output: `pieces` chooses the recorded
+sizes. Guards compare dtypes, devices and shapes with the signature; errors name the input, the axis, expected and actual. Pure."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The CUDA driver alone: a context, memory, weights on their way, kernels, and recordings made runnable."""
+"""The CUDA driver alone: context, memory, kernels, their parameters (`launches`), runnable recordings (`graph_executor`)."""

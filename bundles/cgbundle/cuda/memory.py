@@ -1,4 +1,4 @@
-"""Allocations for a session's memories and outputs on the GPU, and one pinned host buffer."""
+"""Allocations for a session's memories and outputs on the GPU, and a pinned host buffer. The build planned all offsets."""
 
 from __future__ import annotations
 

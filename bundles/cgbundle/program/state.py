@@ -1,4 +1,5 @@
-"""State that a model keeps from call to call: buffers by name, and the state of random numbers."""
+"""State that a model keeps from call to call: buffers by name, and the state of random numbers, whose seed `seed` writes into
+memory `state`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every invariant of a bundle. The compiler checks them before it publishes a bundle, the loader before it runs one."""
+"""Every invariant of a bundle. `contents.check_loaded` is what a load checks, and all checks are in `bundle.check_bundle`."""
 
 from __future__ import annotations
 

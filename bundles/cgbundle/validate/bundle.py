@@ -1,4 +1,4 @@
-"""Checks of a whole bundle: what a load checks, and all variants, ranks, the self-test's file, and unlisted files."""
+"""Checks of a whole bundle: `contents.check_loaded`, and all variants, ranks, the self-test's file, and unlisted files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Loads weights from files into the memory of calls, and replaces them by `Program.update`."""
+"""Loads weights from files into the memory of calls (`upload`, `host`). `update` reads and checks those of `Program.update`."""

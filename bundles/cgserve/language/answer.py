@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..restrictions.tools import CallReader, ToolCall
 from ..scheduling.requests import Progress, Token
-from .text import Decode, Detokenizer, StopStrings
+from .tokenizer import Decode, Detokenizer, StopStrings
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ..restrictions.fields import biases_of, schema_of, toolbox_of
 from ..restrictions.rules import Wishes
 from ..restrictions.tools import Toolbox
 from .answer import Piece
-from .text import Language
+from .tokenizer import Language
 
 Prompt = str | tuple[int, ...]
 

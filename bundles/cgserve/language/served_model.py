@@ -20,7 +20,7 @@ from .completions import Asked, Refusal, messages_of, of_kind
 from .engine import Model
 from .engines import Engines
 from .metrics import LanguageMetrics
-from .text import Language
+from .tokenizer import Language
 
 USUAL, SLACK = 4, 64
 """Typical characters per token, and how many additional tokens the beginning of a text may have when tokenized alone."""

@@ -24,7 +24,7 @@ from ..language.bundle_model import BundleModel, cache_of, is_language_model
 from ..language.engine import ModelFailed
 from ..language.metrics import LanguageFamilies, LanguageMetrics
 from ..language.served_model import ServedModel
-from ..language.text import Language
+from ..language.tokenizer import Language
 from ..log import one_line
 from ..tensors.entry import NotServable, Ports, TensorEntry, describe
 from ..tensors.inference_protocol import Given

@@ -18,7 +18,7 @@ from cgbundle.tensors.numbers import decode
 
 from ..batching.request_queue import Busy, Late
 from ..language.completions import Refusal
-from ..language.text import Language
+from ..language.tokenizer import Language
 from ..tensors.entry import Ports
 from ..tensors.inference_protocol import DATATYPES, Given
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from cgbundle.format.schema import DTYPES, IntKey
 
-from ...bundle.rows import WHOLE
+from ...bundle.single_region import WHOLE
 from ...errors import DEFECT, BuildError
 from ..lowered import (
     TEMPORARY,

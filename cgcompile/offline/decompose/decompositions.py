@@ -1,7 +1,15 @@
 """Decompositions of operations without a Triton kernel in Inductor into operations that have one.  `REPLACED` maps operations of
 the exported program, before torch decomposes them.  `decompositions()` maps the smaller operations of the retraced graph.
-Functions there return NotImplemented if Inductor lowers the case well itself.  Private interfaces (torch 2.11, 2.13):
-`torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`, `generic_associative_scan`."""
+Functions there return NotImplemented if Inductor lowers the case well itself.  A large one has a file of its own in this folder.
+tests/cpu/offline/test_decompositions.py compares them with PyTorch's operators.  `cgcompile operators --target sm_90` lists the
+operators without a kernel.
+
+These tables are for cross-compiled bundles.  A captured bundle keeps the kernels that PyTorch launches for such operations, and the
+cpu target calls functions (`targets/kernels/standalone.cpp`, else libtorch).  Decompositions for few rows are for both recorders:
+`transforms/few_rows/decompositions.py`.
+
+Private interfaces (torch 2.11, 2.13): `torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`,
+`generic_associative_scan`."""
 
 from __future__ import annotations
 

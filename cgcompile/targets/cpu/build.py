@@ -18,8 +18,8 @@ from cgbundle.format.schema import IntKey, Region, SelfTest, Target, Value, Weig
 
 from ...bundle.emit import describe_size
 from ...bundle.proof import unproved
-from ...bundle.rows import WHOLE, whole_program, whole_region
 from ...bundle.self_test import KeySelfTest, eager_self_test, write_self_test
+from ...bundle.single_region import WHOLE, whole_program, whole_region
 from ...errors import BuildError, ModelError
 from ...export.exported import memory_order
 from ...export.programs import Programs

@@ -11,7 +11,7 @@ from cgbundle.format.schema import KERNEL_CODE, IntKey, Program, Region, Target,
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Recording
 
-from ...bundle.rows import WHOLE, whole_program, whole_region
+from ...bundle.single_region import WHOLE, whole_program, whole_region
 from ..build_spec import key_label, own_key
 from ..kernels.fills import fill_image, has_memsets, without_memsets
 from ..memory_layout import PAD

@@ -42,7 +42,7 @@ import sys
 from cgserve.application import Application
 from cgserve.scheduling.requests import Limits, Made, Token
 from cgserve.language.served_model import ServedModel
-from cgserve.language.text import Language
+from cgserve.language.tokenizer import Language
 from cgserve.settings import Settings
 from cgserve.transport.running import listen, make_server, run
 from tests.helpers.loaded_language_model import Loaded

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from cgbundle.format.schema import Value, Weight
-from cgcompile.bundle.rows import whole_program
 from cgcompile.bundle.self_test import ReplayedBytes, replayed_self_test, write_self_test
+from cgcompile.bundle.single_region import whole_program
 from cgcompile.util.raw_bytes import changes
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cgcompile.bundle.rows import WHOLE
+from cgcompile.bundle.single_region import WHOLE
 from cgcompile.export.export import export
 from cgcompile.export.weights import weight_tensors
 from cgcompile.model.load import load_source

@@ -180,7 +180,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 def expected(served: Served, name: str, tokens: list[int]) -> list[str]:
     """Returns the text of the merged model, as a client receives it."""
-    from cgserve.language.text import Language
+    from cgserve.language.tokenizer import Language
 
     model = merged(served.plain, served.folders[name]) if name in served.folders else served.plain
     language = Language(served.built.path.parent / "Tiny")

@@ -29,7 +29,7 @@ import tokenizers  # noqa: E402
 
 from cgserve.application import Application  # noqa: E402
 from cgserve.batching.request_queue import Busy, Late  # noqa: E402
-from cgserve.language.text import Language  # noqa: E402
+from cgserve.language.tokenizer import Language  # noqa: E402
 from cgserve.settings import Settings  # noqa: E402
 from cgserve.tensors.entry import Ports  # noqa: E402
 from cgserve.tensors.inference_protocol import Given, Port  # noqa: E402

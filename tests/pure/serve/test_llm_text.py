@@ -1,4 +1,4 @@
-"""bundles/cgserve/language/{text,chat,answer}.py: streamed text, stop strings, chat templates, a tokenizer's folder."""
+"""bundles/cgserve/language/{tokenizer,chat,answer}.py: streamed text, stop strings, chat templates, a tokenizer's folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ tokenizers = pytest.importorskip("tokenizers")
 def modules() -> SimpleNamespace:
     """Returns the modules."""
     return SimpleNamespace(
-        **{name: importlib.import_module(f"cgserve.language.{name}") for name in ("text", "answer")},
+        **{name: importlib.import_module(f"cgserve.language.{name}") for name in ("tokenizer", "answer")},
         requests=importlib.import_module("cgserve.scheduling.requests"),
     )
 
@@ -44,7 +44,7 @@ def sentencepiece() -> Any:
 
 
 def pieces(modules: SimpleNamespace, tokenizer: Any, prompt: list[int], ids: list[int]) -> list[str]:
-    detokenizer = modules.text.Detokenizer(lambda tokens: tokenizer.decode(list(tokens)), prompt)
+    detokenizer = modules.tokenizer.Detokenizer(lambda tokens: tokenizer.decode(list(tokens)), prompt)
     return [*[detokenizer.push(token) for token in ids], detokenizer.end()]
 
 
@@ -102,7 +102,7 @@ def test_bytes_of_a_vocabulary_of_words(modules: SimpleNamespace, sentencepiece:
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
 )
 def test_stop_strings_wherever_the_text_is_cut(modules: SimpleNamespace, cut: list[str], stops: list[str]) -> None:
-    stop_strings, output, read = modules.text.StopStrings(stops), "", ""
+    stop_strings, output, read = modules.tokenizer.StopStrings(stops), "", ""
     for piece in cut:
         read += piece
         output += stop_strings.push(piece)
@@ -152,16 +152,16 @@ def test_a_log_probability_has_json(modules: SimpleNamespace) -> None:
 
 def test_what_a_folder_says(modules: SimpleNamespace, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    language = modules.text.Language(tmp_path)
+    language = modules.tokenizer.Language(tmp_path)
     assert language.stop == (END,) and language.size == 258 and language.positions is None and language.chat is None
     assert language.text(language.tokens("hé", special=True)) == "hé"
     part = language.tokens("é", special=False)[0]
     assert language.one(part) == "Ã" and language.bytes_of(part) is None, "a part of a character as the vocabulary spells it"
     assert language.one(BEGIN) == "<s>" and language.bytes_of(language.tokens("a", special=False)[0]) == [97]
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9, "max_position_embeddings": 77}))
-    assert (modules.text.Language(tmp_path).stop, modules.text.Language(tmp_path).positions) == ((9,), 77)
+    assert (modules.tokenizer.Language(tmp_path).stop, modules.tokenizer.Language(tmp_path).positions) == ((9,), 77)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 7]}))
-    assert modules.text.Language(tmp_path).stop == (8, 7)
+    assert modules.tokenizer.Language(tmp_path).stop == (8, 7)
 
 
 def test_versions_share_a_tokenizer_that_is_the_same(modules: SimpleNamespace, tmp_path: Path) -> None:
@@ -171,15 +171,15 @@ def test_versions_share_a_tokenizer_that_is_the_same(modules: SimpleNamespace, t
         folder.mkdir()
         write_tokenizer(folder, letters=letters)
     (folders[1] / "config.json").write_text(json.dumps({"max_position_embeddings": 77}))
-    first = modules.text.Language(folders[0])
-    second, third = [modules.text.Language(folder, first) for folder in folders[1:]]
+    first = modules.tokenizer.Language(folders[0])
+    second, third = [modules.tokenizer.Language(folder, first) for folder in folders[1:]]
     assert second._tokenizer is first._tokenizer and (first.positions, second.positions) == (None, 77)
     assert third._tokenizer is not first._tokenizer and (second.size, third.size) == (122, 102)
 
 
 def test_a_folder_without_a_tokenizer(modules: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
-        modules.text.Language(tmp_path)
+        modules.tokenizer.Language(tmp_path)
 
 
 TEMPLATE = """{{ bos_token }}{% for each in messages %}
@@ -200,7 +200,7 @@ def test_chat_templates(modules: SimpleNamespace, tmp_path: Path, place: str) ->
         settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
         settings["chat_template"] = several if place == "a list" else TEMPLATE
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    chat = modules.text.Language(tmp_path).chat
+    chat = modules.tokenizer.Language(tmp_path).chat
     messages = [{"role": "user", "content": "Hi"}, {"role": "skip", "content": ""}, {"role": "assistant", "content": "Yes?"}]
     assert chat.render(messages, {}) == "<s>[user] Hi\n[assistant] Yes?\n[assistant]"
     with pytest.raises(ValueError, match="no role odd"):

@@ -1,4 +1,4 @@
-"""The manifest's rows of a program with a single region, the same for every target."""
+"""The manifest's region and program if there is a single region, the same for every target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Text and tokens: tokenizer.json, incremental detokenization, stop strings.  Without torch and transformers."""
+"""Text and tokens: loads tokenizer.json (`Language`), decodes tokens incrementally, and finds stop strings that several tokens make
+up.  Without torch and transformers."""
 
 from __future__ import annotations
 
