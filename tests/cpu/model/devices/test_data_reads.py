@@ -45,7 +45,7 @@ def test_a_trace_branches_as_the_inputs_did_and_sees_what_comes_after() -> None:
     assert "sin" not in names and "cos" in names and "mul" in names
     assert names.count("item") == 1, "the number that decides a branch is gone, the other is there"
     (loop,) = exported.obstacles
-    assert loop.source == "while x.sum() < 100:" and "nothing bounds the turns" in loop.message
+    assert loop.source == "while x.sum() < 100:" and "no known bound" in loop.message
 
 
 def test_a_loop_that_the_inputs_did_not_enter_ends() -> None:
