@@ -1,4 +1,5 @@
-"""Makes the parameters and buffers of an export dense.  Finds weights whose values Python read, and attributes that no result uses."""
+"""Makes the parameters and buffers of an export dense.  Finds weights whose values Python read, and attributes that no result
+uses."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def _refuse_without_strides(source: Source, name: str, weight: torch.Tensor) -> 
 
 def baked_weights(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:
     """Yields an obstacle for every source line that read values of weights.  Weights that are not in the state dict need none: an
-    update cannot change them."""
+    update cannot change them anyway."""
     state_names = {name.removeprefix(PREFIX) for _, program in programs.distinct for name in program.state_dict}
     names = {place: [name for name in baked if baked[name] == place and name in state_names] for place in baked.values()}
     for (where, line), read in names.items():
@@ -68,8 +69,8 @@ def baked_values(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
 
 
 def unread_attributes(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the attributes that no result depends on.  Such an attribute need not be state, which would forbid padding.  `holding`:
-    the buffers in each attribute."""
+    """Returns the attributes that no result depends on.  They need not be state, which would forbid padding.  `holding`: the
+    buffers in each attribute."""
     distinct = [program for _, program in programs.distinct]
     return [
         name
