@@ -133,7 +133,7 @@ def test_the_one_way_to_go_on_is_asserted_on_the_host(function: Callable[..., An
     program(x)
     if bad is not None:
         with pytest.raises(
-            RuntimeError, match=r"test_data_reads.py:\d+: an assertion of the model failed: that this is (True|False)"
+            RuntimeError, match=r"test_data_reads.py:\d+: an assertion of the model failed: the bundle needs the value (True|False)"
         ):
             program(torch.full_like(x, bad))
 
