@@ -86,7 +86,7 @@ class Application:
         self._settings, self._tell, self._essential, self._keys = settings, tell, essential, keys
         self.repository = Repository(look, settings.options, settings.poll, self.counters, self._on_event)
         self._openai = openai.OpenAI(
-            self._languages, self._text_models, lambda: self.repository.models, self._count_unread, settings.adapter_root
+            self._languages, self._text_models, lambda: self.repository.models, self._count_refused, settings.adapter_root
         )
         self._texts = texts_routes.Texts(self._text_models, self._which_serve, self._openai.reader, self._on_event)
         self._inference = inference.Inference(
@@ -161,7 +161,7 @@ class Application:
     def _which_serve(self) -> dict[str, bool]:
         return {name: model.current is not None for name, model in list(self.repository.models.items())}
 
-    def _count_unread(self, path: str, code: int) -> None:
+    def _count_refused(self, path: str, code: int) -> None:
         self.counters.languages.requests.labels("", path, str(code)).inc()
 
     def _on_event(self, event: Event) -> None:

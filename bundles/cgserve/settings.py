@@ -10,7 +10,7 @@ from .models.options import Options
 
 
 class ServeError(Exception):
-    """Why a server does not start, or ended: one line, and a hint, or ""."""
+    """The server cannot start, or had to end.  The text is one line.  `hint`: a remedy, or ""."""
 
     def __init__(self, text: str, hint: str = "") -> None:
         super().__init__(text)
@@ -19,10 +19,10 @@ class ServeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`grpc_port`: the port for gRPC, None for no gRPC; `poll`: seconds between two checks of the files; `largest`: maximum bytes
-    of a body with tensors; `ready`: whether all models, or any of them, must serve before the server is ready; `keys`: a file with
-    an API key per line, requests need one; `origins`: origins of browser pages that may send requests, `*` for all; `adapter_root`:
-    the folder of adapters that clients may load, None if they may load none."""
+    """`grpc_port`: the port for gRPC, None for no gRPC.  `poll`: seconds between two checks for new versions.  `largest`: maximum
+    bytes of a body with tensors.  `ready`: whether all models, or any of them, must serve before the server is ready.  `keys`: a
+    file with an API key per line; if it is given, requests need a key.  `origins`: origins of browser pages that may send requests,
+    `*` for all.  `adapter_root`: the folder of adapters that clients may load, None if they may load none."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -27,7 +27,7 @@ def verdict(
     """
     expected = [
         *self_test.outputs,
-        *[value for _, value in self_test.written],
+        *[value for _, value in self_test.mutated],
         *[value for _, value in state_after(self_test, prepared, weights)],
     ]
     return judged_beside(_run(prepared, self_test, weights), expected, got, bounds, selection_floor(prepared, bounds))
@@ -74,7 +74,7 @@ def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) 
             state = [content(row) for row in rows]
         finally:
             module.snapshot.restore()
-        return Seen(calls=tuple(calls), left=(*calls[-1], *[device_inputs[index] for index in prepared.written], *state))
+        return Seen(calls=tuple(calls), compared=(*calls[-1], *[device_inputs[index] for index in prepared.written], *state))
 
     return run
 
@@ -102,6 +102,6 @@ def read_outputs(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) 
             for call in range(entry.self_test.calls - 1)
         ]
         compared_tensors = tuple([tensor(row.kind, row.index) for row in compared])
-        return Seen(calls=(*earlier, compared_tensors[: len(entry.outputs)]), left=compared_tensors)
+        return Seen(calls=(*earlier, compared_tensors[: len(entry.outputs)]), compared=compared_tensors)
     finally:
         stored.close()

@@ -24,7 +24,7 @@ from ..transforms.prepared import Prepared
 from ..util.scratch import scratch_folder
 from ..util.tolerance import Difference
 from .choices import read_outputs, verdict, with_near_ties
-from .self_test import KeySelfTest, read_self_test, replace_self_tests, with_left
+from .self_test import KeySelfTest, read_self_test, replace_self_tests, with_expected
 
 REPORT = "nothing was published; please report this model"
 
@@ -153,7 +153,7 @@ def _verdicts(
         self_test = read_self_test(stage / SELF_TEST, manifest, entry, proof.key)
         ruling = verdict(prepared, self_test, results, bounds, manifest.weights) if results else None
         if ruling:
-            verdicts[proof.key] = with_left(self_test, ruling.expected, prepared, manifest.weights), ruling
+            verdicts[proof.key] = with_expected(self_test, ruling.expected, prepared, manifest.weights), ruling
     return verdicts
 
 

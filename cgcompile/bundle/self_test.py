@@ -1,6 +1,7 @@
 """The self-test of a bundle, per int_key: inputs, expected outputs, and expected contents of mutated inputs and state.
 
-For state it holds only the elements that changed, as runs: a cache of several 100 MB changes in a few rows per call.
+For state it holds only the elements that a call changes, as runs of consecutive elements.  A call changes
+a few rows of a cache of several 100 MB.
 """
 
 from __future__ import annotations
@@ -22,28 +23,29 @@ from ..transforms.prepared import Prepared
 from ..util.raw_bytes import changes, raw
 
 Changed = tuple[int, torch.Tensor, torch.Tensor]
-"""Position of a weight; int64 [runs, 2] with (first element, number of elements) in memory order; the elements, flat."""
+"""Changes of a state tensor.  The first item is the position of its row in the manifest's weights.  The second is an int64 tensor
+of shape [runs, 2], with the first element of each run and their number, in memory order.  The third has the new elements, flat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeySelfTest:
-    """The self-test at one int_key.  `written` has the position and the expected contents of each mutated input."""
+    """The self-test at one int_key.  `mutated`: the position of each mutated input, and its expected contents after the calls."""
 
     key: IntKey
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
-    written: tuple[tuple[int, torch.Tensor], ...] = ()
+    mutated: tuple[tuple[int, torch.Tensor], ...] = ()
     state: tuple[Changed, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedBytes:
-    """The tensors of a replay as bytes, row-major, in the order of the signature.  `written` has the mutated inputs.  `state` has
-    the changes of state: the weight's name in the program, and the int64 pairs and elements of `Changed` as bytes."""
+    """The results of a replay as bytes, row-major, in the order of the signature.  `mutated`: the mutated inputs.  `state`: for
+    each state tensor its name in the program, then the runs and the elements of `Changed` as bytes."""
 
     inputs: tuple[bytes, ...]
     outputs: tuple[bytes, ...]
-    written: tuple[bytes, ...]
+    mutated: tuple[bytes, ...]
     state: tuple[tuple[str, bytes, bytes], ...]
 
 
@@ -53,24 +55,24 @@ def eager_self_test(
     """Runs eager PyTorch at every int_key, from the model's initial state, on inputs that the export has not seen.  `weights` are
     the rows of the manifest."""
     self_tests = []
-    before = _first_state(prepared)
+    before = _initial_weights(prepared)
     rows = [row for row in weights if row.memory == "state"]
     for key in all_keys(sizes):
         inputs = sample(source, dict(zip(sizes, key, strict=True)), SELF_TEST_SEED).tensors
         result = run_eager(prepared.reference, inputs, prepared.self_test_calls)
-        written = tuple([(index, result.inputs[index]) for index in prepared.written])
-        # an entry without random numbers does not have their state
+        mutated = tuple([(index, result.inputs[index]) for index in prepared.written])
+        # an entry that draws no random numbers has no tensor for the random state, which then does not change
         after = {row.name: flat(result.state.get(row.name, before[row.name]), row) for row in rows}
         state = _changed(weights, before, after)
-        self_tests.append(KeySelfTest(key=key, inputs=inputs, outputs=result.outputs, written=written, state=state))
+        self_tests.append(KeySelfTest(key=key, inputs=inputs, outputs=result.outputs, mutated=mutated, state=state))
     return self_tests
 
 
 def on_cpu(self_test: KeySelfTest) -> KeySelfTest:
     """Moves all tensors of the self-test to the CPU."""
-    written = tuple([(index, value.cpu()) for index, value in self_test.written])
+    mutated = tuple([(index, value.cpu()) for index, value in self_test.mutated])
     inputs, outputs = (tuple([value.cpu() for value in side]) for side in (self_test.inputs, self_test.outputs))
-    return replace(self_test, inputs=inputs, outputs=outputs, written=written)
+    return replace(self_test, inputs=inputs, outputs=outputs, mutated=mutated)
 
 
 def replayed_self_test(
@@ -80,15 +82,15 @@ def replayed_self_test(
     self_tests = []
     for program in programs:
         replay = replays[program.key]
-        sources, targets = [[program.values[index] for index in side] for side in (program.inputs, program.outputs)]
+        inputs, outputs = [[program.values[index] for index in side] for side in (program.inputs, program.outputs)]
         changed = {name.removeprefix(PREFIX): (from_bytes(runs, "int64"), elements) for name, runs, elements in replay.state}
         state = [(index, row) for index, row in enumerate(weights) if row.memory == "state"]
         self_tests.append(
             KeySelfTest(
                 key=program.key,
-                inputs=_tensors(sources, replay.inputs),
-                outputs=_tensors(targets, replay.outputs),
-                written=tuple(zip(prepared.written, _tensors([sources[i] for i in prepared.written], replay.written), strict=True)),
+                inputs=_tensors(inputs, replay.inputs),
+                outputs=_tensors(outputs, replay.outputs),
+                mutated=tuple(zip(prepared.written, _tensors([inputs[i] for i in prepared.written], replay.mutated), strict=True)),
                 state=tuple(
                     [
                         (index, changed[row.name][0].reshape(-1, 2), from_bytes(changed[row.name][1], row.dtype))
@@ -102,7 +104,7 @@ def replayed_self_test(
 
 def state_after(self_test: KeySelfTest, prepared: Prepared, weights: Sequence[Weight]) -> list[tuple[Weight, torch.Tensor]]:
     """Returns the rows of memory state, each with all its elements after the calls, flat, in memory order."""
-    first = _first_state(prepared)
+    first = _initial_weights(prepared)
     states = []
     for index, runs, changed in self_test.state:
         row = weights[index]
@@ -114,16 +116,20 @@ def state_after(self_test: KeySelfTest, prepared: Prepared, weights: Sequence[We
     return states
 
 
-def with_left(self_test: KeySelfTest, left: Sequence[torch.Tensor], prepared: Prepared, weights: Sequence[Weight]) -> KeySelfTest:
-    """Returns the self-test with new expected tensors `left`, in the order of `self_test_tensors`.  State tensors in `left` have
-    all elements, in memory order."""
-    count, written = len(self_test.outputs), len(self_test.written)
+def with_expected(
+    self_test: KeySelfTest, expected: Sequence[torch.Tensor], prepared: Prepared, weights: Sequence[Weight]
+) -> KeySelfTest:
+    """Returns the self-test with other expected values.  `expected`: outputs, mutated inputs and state, in the order of
+    `self_test_tensors`.  State tensors have all elements, in memory order."""
+    count, mutated = len(self_test.outputs), len(self_test.mutated)
     rows = [row for row in weights if row.memory == "state"]
-    first = _first_state(prepared)
-    after = {row.name: value.cpu() for row, value in zip(rows, left[count + written :], strict=True)}
+    first = _initial_weights(prepared)
+    after = {row.name: value.cpu() for row, value in zip(rows, expected[count + mutated :], strict=True)}
     return replace(
-        self_test, outputs=tuple([value.cpu() for value in left[:count]]),
-        written=tuple([(at, value.cpu()) for (at, _), value in zip(self_test.written, left[count : count + written], strict=True)]),
+        self_test, outputs=tuple([value.cpu() for value in expected[:count]]),
+        mutated=tuple([
+            (at, value.cpu()) for (at, _), value in zip(self_test.mutated, expected[count : count + mutated], strict=True)
+        ]),
         state=_changed(weights, {row.name: first[row.name] for row in rows}, after),
     )  # fmt: skip
 
@@ -163,7 +169,7 @@ def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey
             key=key,
             inputs=tuple([tensor("input", index) for index in range(len(entry.inputs))]),
             outputs=tuple([tensor("output", index) for index in range(len(entry.outputs))]),
-            written=tuple([(index, tensor("mutated", index)) for index in entry.mutated_inputs]),
+            mutated=tuple([(index, tensor("mutated", index)) for index in entry.mutated_inputs]),
             state=tuple([(index, tensor("state-at", index), tensor("state", index)) for index in state]),
         )
     finally:
@@ -177,7 +183,7 @@ def _tensors_by_name(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[st
         for kind, values in (
             ("input", enumerate(self_test.inputs)),
             ("output", enumerate(self_test.outputs)),
-            ("mutated", self_test.written),
+            ("mutated", self_test.mutated),
             ("state-at", [(index, runs) for index, runs, _ in self_test.state]),
             ("state", [(index, changed) for index, _, changed in self_test.state]),
         ):
@@ -186,7 +192,8 @@ def _tensors_by_name(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[st
     return tensors
 
 
-def _first_state(prepared: Prepared) -> dict[str, torch.Tensor]:
+def _initial_weights(prepared: Prepared) -> dict[str, torch.Tensor]:
+    """Returns the weights of the export by their names in the manifest.  For state these are the initial values."""
     return {name.removeprefix(PREFIX): value for name, value in prepared.weights.items()}
 
 

@@ -184,10 +184,10 @@ def _recorded(a: Take, b: Take, assembled: Assembled, recordable: Recordable, im
     replays = {}
     for mine, theirs in zip(a.self_tests, b.self_tests, strict=True):
         replays[mine.key] = Replay(
-            contents=ReplayedBytes(inputs=inputs[mine.key], outputs=mine.outputs, written=mine.written, state=mine.state),
+            contents=ReplayedBytes(inputs=inputs[mine.key], outputs=mine.outputs, mutated=mine.mutated, state=mine.state),
             deterministic=mine.steady
             and theirs.steady
-            and (mine.outputs, mine.written, mine.state) == (theirs.outputs, theirs.written, theirs.state),
+            and (mine.outputs, mine.mutated, mine.state) == (theirs.outputs, theirs.mutated, theirs.state),
             differences=tuple(
                 [max(pair, key=lambda diff: diff.error) for pair in zip(mine.differences, theirs.differences, strict=True)]
             ),

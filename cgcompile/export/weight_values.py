@@ -1,4 +1,5 @@
-"""Parameters and buffers of an export: makes them dense, and finds values that Python read and attributes that nothing reads."""
+"""Makes the parameters and buffers of an export dense.  Finds weights whose values Python read, and attributes that no result
+uses."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from .weights import reaches_a_result
 def make_dense(source: Source) -> None:
     """Replaces weights with gaps or overlaps (an expanded buffer, a slice) by row-major copies: a bundle stores only dense tensors.
 
-    A sparse buffer becomes a plain attribute, since calls may never read it.  Raises dtype-unsupported for a sparse parameter, and
-    for nested or quantized weights."""
+    A sparse buffer becomes a plain attribute, because a model may hold one that its calls do not read.  Raises dtype-unsupported
+    for a sparse parameter, and for nested or quantized weights."""
     for name, buffer in list(source.model.named_buffers()):
         if not_dense(buffer) == SPARSE:
             make_attribute(source.model, name, buffer)
     for name, weight in [*source.model.named_parameters(), *source.model.named_buffers()]:
-        _refuse_shell(source, name, weight)
+        _refuse_without_strides(source, name, weight)
         if kind := not_dense(weight):
             text = f"{source.label}: weight {name!r} is {kind}: a bundle holds dense tensors"
             raise ModelError("dtype-unsupported", text, f"make it dense: {DENSE[kind]}")
@@ -40,19 +41,20 @@ def make_dense(source: Source) -> None:
                 parameter.data = parameter.data.contiguous()
 
 
-def _refuse_shell(source: Source, name: str, weight: torch.Tensor) -> None:
+def _refuse_without_strides(source: Source, name: str, weight: torch.Tensor) -> None:
     """Raises dtype-unsupported for a tensor subclass that only wraps another tensor and has no strides."""
     try:
         with plain_errors():
             memory_order(weight)
     except Exception as error:
-        text = f"{source.label}: weight {name!r} is a {type(weight).__name__}, which does not say how its elements lie in memory"
-        fix = "register the tensor inside of it as a parameter, and make the object in forward()"
+        text = f"{source.label}: weight {name!r} is a {type(weight).__name__}, which has no strides"
+        fix = "register its inner tensor as a parameter, and construct the subclass in forward()"
         raise ModelError("dtype-unsupported", text, fix) from error
 
 
 def baked_weights(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:
-    """Yields an obstacle for every line that read values of weights in the state dict.  Other weights are always constants."""
+    """Yields an obstacle for every source line that read values of weights.  Weights that are not in the state dict need none: an
+    update cannot change them anyway."""
     state_names = {name.removeprefix(PREFIX) for _, program in programs.distinct for name in program.state_dict}
     names = {place: [name for name in baked if baked[name] == place and name in state_names] for place in baked.values()}
     for (where, line), read in names.items():
@@ -67,6 +69,11 @@ def baked_values(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
 
 
 def unread_attributes(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the attributes that no result depends on, so that calls may be padded.  `holding`: attribute -> its buffers."""
-    unique = [program for _, program in programs.distinct]
-    return [name for name, held in holding.items() if not any(reaches_a_result(one, PREFIX + it) for one in unique for it in held)]
+    """Returns the attributes that no result depends on.  They need not be state, which would forbid padding.  `holding`: the
+    buffers in each attribute."""
+    distinct = [program for _, program in programs.distinct]
+    return [
+        name
+        for name, buffers in holding.items()
+        if not any(reaches_a_result(program, PREFIX + buffer) for program in distinct for buffer in buffers)
+    ]

@@ -38,15 +38,15 @@ Sources = tuple[tuple[tuple[str, str], KernelVariant], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """The stages of a program, and the values that eager PyTorch expects.  `crossing`: values that are copied to the host.  `left`:
-    the values that the self-test compares: the last call's outputs, then the written inputs and the state after the calls.
-    `early`: for each call but the last, a tensor like each integer output, None for the other outputs.  `order`: the kind of each
-    value that is read, CROSSING, EARLY or LEFT."""
+    """The stages of a program, and the values that eager PyTorch expects.  `crossing`: values that are copied to the host.
+    `compared`: the values that the self-test compares: the last call's outputs, then the mutated inputs and the state after the
+    calls.  `early`: for each call but the last, a tensor like each integer output, None for the other outputs.  `order`: the kind
+    of each value that is read, CROSSING, EARLY or COMPARED."""
 
     key: IntKey
     stages: tuple[Stage, ...]
     crossing: tuple[torch.Tensor, ...] = field(repr=False)
-    left: tuple[torch.Tensor, ...] = field(repr=False)
+    compared: tuple[torch.Tensor, ...] = field(repr=False)
     self_test: KeySelfTest = field(repr=False)
     early: tuple[tuple[torch.Tensor | None, ...], ...] = field(repr=False)
     order: tuple[str, ...]
@@ -58,11 +58,11 @@ class Trial:
     def seen(self, outcome: Outcome) -> Seen:
         early = iter(self.read(outcome, EARLY))
         calls = [tuple([torch.empty(0) if like is None else _tensor(like, next(early)) for like in call]) for call in self.early]
-        left = tuple([_tensor(want, got) for want, got in zip(self.left, self.read(outcome, LEFT), strict=True)])
-        return Seen(calls=(*calls, left[: len(self.self_test.outputs)]), left=left)
+        compared = tuple([_tensor(want, got) for want, got in zip(self.compared, self.read(outcome, COMPARED), strict=True)])
+        return Seen(calls=(*calls, compared[: len(self.self_test.outputs)]), compared=compared)
 
 
-CROSSING, EARLY, LEFT = "crossing", "early", "left"
+CROSSING, EARLY, COMPARED = "crossing", "early", "compared"
 
 
 def make_trial(
@@ -102,10 +102,10 @@ def make_trial(
         Value(dtype=row.dtype, shape=tuple(value.shape), strides=(1,), memory="state", offset=row.offset) for row, value in state
     ]
     builder.close()
-    left = (*self_test.outputs, *[tensor for _, tensor in self_test.written], *[value for _, value in state])
+    compared = (*self_test.outputs, *[tensor for _, tensor in self_test.mutated], *[value for _, value in state])
     return Trial(
-        key=program.key, stages=tuple(builder.stages), crossing=tuple(crossing), left=left, self_test=self_test,
-        early=(tuple(early),) * (prepared.self_test_calls - 1), order=(*order, *[LEFT] * len(left)),
+        key=program.key, stages=tuple(builder.stages), crossing=tuple(crossing), compared=compared, self_test=self_test,
+        early=(tuple(early),) * (prepared.self_test_calls - 1), order=(*order, *[COMPARED] * len(compared)),
     )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def proved(
                     REPORT,
                 )
         seen = trial.seen(outcome)
-        key_differences[trial.key] = [compare(want, got) for want, got in zip(trial.left, seen.left, strict=True)]
+        key_differences[trial.key] = [compare(want, got) for want, got in zip(trial.compared, seen.compared, strict=True)]
         if not all(difference.error <= bound.bound for difference, bound in zip(key_differences[trial.key], bounds, strict=True)):
             key_differences[trial.key] = judge(trial.self_test, seen) or key_differences[trial.key]
     allowed = accepted(dimensions, bounds, key_differences, allow, "the interpreted kernels differ", entry=entry)

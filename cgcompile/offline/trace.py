@@ -34,7 +34,7 @@ from .assemble.merge import LoweredRegion, merge, whole
 from .assemble.plan_check import check_plan
 from .assemble.rows import assemble
 from .compile.kernels import CompiledKernel, compile_variants
-from .compile.programmatic_launch import LOWEST, begin_early
+from .compile.programmatic_launch import MIN_CAPABILITY, begin_early
 from .lower.jobs import LoweringJob, lower_all
 from .lowered import Exchange, KernelVariant, LoweredProgram, SetCondition
 from .lowered import Lowered as LoweredGraph
@@ -117,7 +117,7 @@ def lower_programs(
     lowered = lower_all(jobs, target.name, scratch, code=code, cache=cache_folder(), table=table, tell=tell, seconds=seconds)
     sources = {name for graph in lowered.values() for constant in graph.constants for name in constant.sources}
     programs = _programs(lowered, split)
-    if target.capability >= LOWEST:
+    if target.capability >= MIN_CAPABILITY:
         programs = {key: begin_early(program) for key, program in programs.items()}
     return LoweredPrograms(by_key=programs, sources=frozenset(sources))
 

@@ -4,7 +4,7 @@ pipes connect two processes of one build, and nothing is stored.
 
 A worker leads a process group.  The worker and its children (ptxas, g++) end when the parent no longer waits for it or is killed.
 
-Forked processes (`side_by_side`) share this process's modules and programs and import nothing.  libgomp's threads do not survive a
+Forked processes (`run_forked`) share this process's modules and programs and import nothing.  libgomp's threads do not survive a
 fork, and the thread that started them would wait forever.  So a forked process works in a new thread, which starts new ones.  CUDA
 does not survive a fork either."""
 
@@ -216,7 +216,7 @@ Work = Callable[[Tell], Any]
 """Returns an answer, which is pickled."""
 
 
-def side_by_side(works: Mapping[Key, Work], tells: Mapping[Key, Tell], logs: Path, died: str) -> dict[Key, Any]:
+def run_forked(works: Mapping[Key, Work], tells: Mapping[Key, Tell], logs: Path, died: str) -> dict[Key, Any]:
     """Returns the answers of forked processes; as many run at a time as there are processors.  `logs`: the folder for their output.
     Raises a process's BuildError, and an error of code `died` if a process ends without an answer.  The first error ends all."""
     waiting, running, answers = list(works), dict[Connection, tuple[Key, int, Path]](), dict[Key, Any]()

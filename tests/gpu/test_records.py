@@ -1,4 +1,4 @@
-"""GPU bundles of models with their own classes as inputs and outputs: captured, and compared with eager PyTorch."""
+"""GPU bundles of models with their own classes as inputs and outputs, captured or cross-compiled, compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,21 @@ def test_a_causal_language_model_with_its_cache(tmp_path: Path) -> None:
 
 
 def test_dataclasses_in_and_out(tmp_path: Path) -> None:
-    path = cgcompile.build(checks.Taken(), checks.taken, sizes=[1, 4], out=tmp_path / "taken.cgb", target="cuda").path
-    for device in ("cuda", "cpu"):
-        checks.check_taken(path, device)
-
-
-def test_dataclasses_in_a_bundle_built_as_if_there_were_no_gpu(tmp_path: Path) -> None:
     path = cgcompile.build(
-        checks.Taken(), checks.taken, sizes=[1, 4], out=tmp_path / "traced.cgb", target="cuda", record="cross-compile", prove="none"
+        checks.DataclassModel(), checks.dataclass_inputs, sizes=[1, 4], out=tmp_path / "captured.cgb", target="cuda"
     ).path
-    checks.check_taken(path, "cuda")
+    for device in ("cuda", "cpu"):
+        checks.check_dataclasses(path, device)
+
+
+def test_dataclasses_in_a_cross_compiled_bundle(tmp_path: Path) -> None:
+    path = cgcompile.build(
+        checks.DataclassModel(),
+        checks.dataclass_inputs,
+        sizes=[1, 4],
+        out=tmp_path / "cross_compiled.cgb",
+        target="cuda",
+        record="cross-compile",
+        prove="none",
+    ).path
+    checks.check_dataclasses(path, "cuda")

@@ -139,4 +139,4 @@ def test_a_recording_of_a_known_write_is_kept(tmp_path: Path) -> None:
     recorded, _plain = record_case("overwriting", tmp_path, "eager", written={(2,): (0,)})
     replayed = recorded.replays[2,]
     recording = replayed.contents
-    assert replayed.deterministic and recording.written and recording.written[0] != recording.inputs[0]
+    assert replayed.deterministic and recording.mutated and recording.mutated[0] != recording.inputs[0]

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(*, frozen: bool, kw_only: bool, slots: bool) -> Callable[[type], type]:
-        """As of `dataclasses`, with these three options and no other one."""
+        """Works like `dataclasses.dataclass` with exactly these three options."""
         assert frozen and kw_only and slots
-        return _completed
+        return _with_record_methods
 
     def replace(record: Any, **changes: Any) -> Any:
-        """As of `dataclasses`."""
+        """Works like `dataclasses.replace`."""
         return type(record)(**{name: getattr(record, name) for name in record.__slots__} | changes)
 
 
@@ -37,16 +37,16 @@ def defaults(kind: Any) -> dict[str, Any]:
     return field_defaults
 
 
-def _completed(plain: type) -> type:
+def _with_record_methods(plain: type) -> type:
     """Creates the class again, with a slot for each annotated name and the methods of a frozen dataclass."""
     names = tuple(plain.__annotations__)
     body = {name: value for name, value in vars(plain).items() if name not in ("__dict__", "__weakref__")}
-    ready = {name: body.pop(name) for name in names if name in body}
+    field_defaults = {name: body.pop(name) for name in names if name in body}
     expected, values = frozenset(names), attrgetter(*names)
 
     def __init__(self: Any, /, **arguments: Any) -> None:
         if len(arguments) < len(expected):
-            arguments = ready | arguments
+            arguments = field_defaults | arguments
         if arguments.keys() != expected:
             wrong = ", ".join(sorted(arguments.keys() ^ expected))
             raise TypeError(f"{plain.__name__}: arguments that are missing or unknown: {wrong}")
@@ -73,7 +73,7 @@ def _completed(plain: type) -> type:
 
     methods = (__init__, __eq__, __hash__, __repr__, __reduce__, __setattr__, __delattr__)
     body |= {method.__name__: method for method in methods}
-    body |= {"__slots__": names, "__field_defaults__": ready, "__dataclass_fields__": _Fields()}
+    body |= {"__slots__": names, "__field_defaults__": field_defaults, "__dataclass_fields__": _Fields()}
     record_class = type(plain.__name__, plain.__bases__, body)
     setters = [(name, getattr(record_class, name).__set__) for name in names]
     return record_class
@@ -83,7 +83,7 @@ class _Fields:
     """The `__dataclass_fields__` of a class, created when the standard library asks for them."""
 
     def __get__(self, record: object, kind: type) -> dict[str, Any]:
-        from dataclasses import MISSING, field, make_dataclass  # no load needs it
+        from dataclasses import MISSING, field, make_dataclass  # imported here, because no load needs `dataclasses`
 
         rows = [(name, text, field(default=defaults(kind).get(name, MISSING))) for name, text in members(kind).items()]
         dataclass_type: Any = make_dataclass(kind.__name__, rows, kw_only=True)

@@ -1,6 +1,6 @@
 """The fresh process that verifies `cgcompile.save_graphs`: opens the memory of the engine's tensors at other addresses, and replays
 the bundle's graphs over it while the engine waits. `python -m cgbundle.gpu.engine_replay BUNDLE PLAN`, PLAN being a `Plan` in JSON.
-The graphs' own memory and undefined bytes of parameters are poisoned."""
+It fills the graphs' own memory, and undefined bytes of kernel parameters, with POISON."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ Place = tuple[str, int, int]  # (name of a tensor, offset in bytes from it, size
 
 
 class Plan(NamedTuple):
-    """`spans`: (handle of the allocation in hexadecimal, offset in it, address in the engine's process). `contents`: initial
-    contents of the graphs' own memory, as places with offsets in `file`. `graphs`: for each graph, what is written before it, and
-    the places that it changes, with the SHA-256 of their bytes afterwards."""
+    """`spans`: (handle of the allocation in hexadecimal, offset in it, address in the engine's process). `contents`: the initial
+    contents of the graphs' own memory, as places with the offsets of their bytes in `file`. `graphs`: two lists for each graph. The
+    first has the places that are inputs, with the offsets of their bytes in `file`; `replay` writes them before the graph. The
+    second has the places that the graph changes, with the SHA-256 of their bytes afterwards."""
 
     device: int
     spans: list[tuple[str, int, int]]
@@ -40,7 +41,8 @@ class Plan(NamedTuple):
 def main(arguments: Sequence[str]) -> int:
     """Prints {"differs": text, "torch_imported": bool} or {"error": ..., "hint": ..., "code": ...}.
 
-    Where bits differ, "at" has the indices of the graph and of its place, and `file` + ".differs" the bytes there."""
+    If bits differ, "at" has the indices that `replay` returns, and the file `file` + ".differs" has the bytes that this process
+    got."""
     path, name = arguments
     with open(name, encoding="utf-8") as file:
         plan = Plan(**json.load(file))
@@ -54,8 +56,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def replay(path: str, plan: Plan) -> tuple[str, tuple[int, int] | None]:
-    """Returns a text that names the first difference, or "".  Where bits differ, also returns the indices of the graph and of its
-    place.  Raises what `attach` does."""
+    """Returns a text that names the first difference, or "". If bits differ, also returns the index of the graph and the index of
+    the place in the second list of that graph. Raises the errors of `attach`."""
     engine = Archive(path).manifest.engine
     assert engine is not None  # the compiler wrote it
     context = Context(plan.device)
@@ -70,7 +72,7 @@ def replay(path: str, plan: Plan) -> tuple[str, tuple[int, int] | None]:
                 stack.callback(call, "cuIpcCloseMemHandle", opened[handle])
             addresses.append(opened[handle] + offset)
             if addresses[-1] == theirs:
-                return f"nothing: memory of the engine lies at {theirs:#x} here too, which proves nothing", None
+                return f"memory of the engine has address {theirs:#x} here too, so relocation cannot be tested", None
         tensors = {row.name: _tensor(engine, row, addresses, plan.device) for row in engine.tensors if row.memory == "inputs"}
         graphs = stack.enter_context(attach_poisoned(path, tensors, device=plan.device, unverified=True, poison=POISON))
         places = {name: tensor.address for name, tensor in (*tensors.items(), *graphs.tensors.items())}

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from .answer import Answer, Piece
-from .completions import Asked, Refusal, choice, joined, usage_of, with_echo
+from .completions import ParsedBody, Refusal, choice, joined, usage_of, with_echo
 from .engine import Busy, ModelFailed, Stopping, Stream
 from .prompt_reader import PromptReader
 
@@ -39,7 +39,7 @@ class Completion(Response):
         try:
             self._served, body_options, requests = await self._reader.read(self._body, chat=self._chat)
         except Refusal as refusal:
-            self._reader.unread(self._path, refusal.status)
+            self._reader.count_refused(self._path, refusal.status)
             raise
         metrics, code = self._served.metrics, 500
         try:
@@ -62,17 +62,17 @@ class Completion(Response):
             raise
         except Busy as error:
             code = 429
-            raise Refusal(429, str(error), code="too_many_requests", again=error.seconds) from None
+            raise Refusal(429, str(error), code="too_many_requests", retry_after=error.seconds) from None
         except TimeoutError:
             code = 503
-            raise Refusal(503, f"no token within {self._served.seconds:g} s", code="timeout", again=1) from None
+            raise Refusal(503, f"no token within {self._served.seconds:g} s", code="timeout", retry_after=1) from None
         except Stopping as error:
             code = 503
-            raise Refusal(503, str(error), again=1) from None
+            raise Refusal(503, str(error), retry_after=1) from None
         except ModelFailed as error:
             code = 500 if self._served.engine.alive else 503
             print(f"serve: {self._served.name}: {error}", file=sys.stderr, flush=True)
-            raise Refusal(code, "the model failed; the server's log says why", again=0 if code == 500 else 1) from None
+            raise Refusal(code, "the model failed; the server's log says why", retry_after=0 if code == 500 else 1) from None
         except Refusal as refusal:
             code = refusal.status
             raise
@@ -108,27 +108,27 @@ class Completion(Response):
             raise Refusal(400, f"{self._form}: the grammar engine gave up: {rules.failure}", self._form)
 
     async def _whole(
-        self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
+        self, parsed: ParsedBody, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
     ) -> Response:
         """Returns the response in one piece, after the last token."""
         by_choice: list[list[Piece]] = [[] for _ in answers]
         async for index, piece in pieces:
             by_choice[index].append(piece)
-        choices = [choice(asked, index, joined(parts), self._served.language) for index, parts in enumerate(by_choice)]
-        if asked.echo:
+        choices = [choice(parsed, index, joined(parts), self._served.language) for index, parts in enumerate(by_choice)]
+        if parsed.echo:
             pairs = zip(choices, self._requests, strict=True)
             choices = [with_echo(choice_json, request.prompt, self._served.language) for choice_json, request in pairs]
         usage = usage_of(prompts, sum(answer.count for answer in answers))
-        return JSONResponse(self._head(asked) | {"choices": choices, "usage": usage})
+        return JSONResponse(self._head(parsed) | {"choices": choices, "usage": usage})
 
     async def _stream(
-        self, asked: Asked, stream: Stream, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int,
+        self, parsed: ParsedBody, stream: Stream, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int,
         send: Send,
     ) -> None:  # fmt: skip
         """Sends the response as a stream of server-sent events.  Available events are sent together.  An error during the stream is
         its last event."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        head, spoken, begun, unsent = self._head(asked), set[int](), False, list[str]()
+        head, spoken, begun, unsent = self._head(parsed), set[int](), False, list[str]()
 
         async def event(payload: dict[str, Any] | str, *, more: bool = True) -> None:
             nonlocal begun
@@ -144,11 +144,11 @@ class Completion(Response):
 
         try:
             async for index, piece in pieces:
-                choice_json = choice(asked, index, piece, self._served.language, first=index not in spoken)
-                if asked.echo and index not in spoken:
+                choice_json = choice(parsed, index, piece, self._served.language, first=index not in spoken)
+                if parsed.echo and index not in spoken:
                     choice_json = with_echo(choice_json, self._requests[index].prompt, self._served.language)
                 spoken.add(index)
-                await event(head | {"choices": [choice_json]} | ({"usage": None} if asked.usage else {}))
+                await event(head | {"choices": [choice_json]} | ({"usage": None} if parsed.usage else {}))
         except Refusal as refusal:
             if not begun:
                 raise
@@ -160,11 +160,11 @@ class Completion(Response):
             print(f"serve: {self._served.name}: {error}", file=sys.stderr, flush=True)
             await event(Refusal(500, "the model failed; the server's log says why").body(), more=False)
             return
-        if asked.usage:
+        if parsed.usage:
             await event(head | {"choices": [], "usage": usage_of(prompts, sum(answer.count for answer in answers))})
         await event("[DONE]", more=False)
 
-    def _head(self, asked: Asked) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if asked.stream else "chat.completion") if asked.chat else "text_completion"
-        name = f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        return {"id": name, "object": kind, "created": int(time.time()), "model": asked.model or self._served.name}
+    def _head(self, parsed: ParsedBody) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if parsed.stream else "chat.completion") if parsed.chat else "text_completion"
+        name = f"{'chatcmpl' if parsed.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        return {"id": name, "object": kind, "created": int(time.time()), "model": parsed.model or self._served.name}

@@ -53,9 +53,9 @@ CHOICES, STOP_STRINGS, ALTERNATIVES, COMPLETION_TOKENS = 128, 4, {"completion": 
 class Refusal(Exception):
     """An error response: HTTP status, text, the field, OpenAI's `code`, and the seconds until a retry (0: never)."""
 
-    def __init__(self, status: int, text: str, field: str | None = None, code: str | None = None, again: int = 0) -> None:
+    def __init__(self, status: int, text: str, field: str | None = None, code: str | None = None, retry_after: int = 0) -> None:
         super().__init__(text)
-        self.status, self.field, self.code, self.again = status, field, code, again
+        self.status, self.field, self.code, self.retry_after = status, field, code, retry_after
 
     def body(self) -> dict[str, Any]:
         """Returns the error in OpenAI's format."""
@@ -65,7 +65,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ParsedBody:
     """A parsed body.  `most`: maximum tokens of a choice, None for no limit; `alternatives`: None without log-probabilities;
     `usage`: whether a stream ends with the counts.  `sampling`: only values of the body, which override the model's defaults.
     `echo`: the answer begins with the prompt; `special`: the tokenizer adds special tokens to a text; `stop_tokens`: end an answer,
@@ -99,10 +99,10 @@ class Asked:
         return self.echo and (self.alternatives is not None or self.most == 0)
 
 
-# --- what is asked --------------------------------------------------------------------------------------------------
+# --- request bodies ------------------------------------------------------------------------------------------------
 
 
-def read_request(text: bytes, *, chat: bool) -> Asked:
+def read_request(text: bytes, *, chat: bool) -> ParsedBody:
     """Parses a body.  Raises Refusal."""
     body = object_of(text)
     fields = (CHAT if chat else COMPLETION) | PASSED_OVER
@@ -116,7 +116,7 @@ def read_request(text: bytes, *, chat: bool) -> Asked:
     options = of_kind(body, "stream_options", dict, {}, "an object")
     echo = not chat and of_kind(body, "echo", bool, False, "true or false")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    return Asked(
+    return ParsedBody(
         chat=chat,
         model=of_kind(body, "model", str, None, "a string"),
         prompts=() if chat else prompts_of(body.get("prompt")),
@@ -295,19 +295,19 @@ def usage_of(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def choice(asked: Asked, index: int, piece: Piece, language: Language, *, first: bool = False) -> dict[str, Any]:
+def choice(parsed: ParsedBody, index: int, piece: Piece, language: Language, *, first: bool = False) -> dict[str, Any]:
     """Returns a choice for a whole answer, or for one piece of a stream.  `first`: the first piece of a stream, which has the
     role."""
-    logprobs = None if asked.alternatives is None else (chat_logprobs if asked.chat else logprobs_of)(piece, language)
+    logprobs = None if parsed.alternatives is None else (chat_logprobs if parsed.chat else logprobs_of)(piece, language)
     choice_json: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
-    if not asked.chat:
+    if not parsed.chat:
         return choice_json | {"text": piece.text}
     calls = [  # Mistral's templates only accept ids of nine letters and digits
         {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in piece.calls
     ]
     content = {} if calls and not piece.text else {"content": piece.text}
-    if asked.stream:
+    if parsed.stream:
         call_rows = {"tool_calls": [{"index": call.index, **row} for call, row in zip(piece.calls, calls, strict=True)]}
         return choice_json | {"delta": ({"role": "assistant"} if first else {}) | content | (call_rows if calls else {})}
     message = {"role": "assistant", "content": None, "refusal": None} | content

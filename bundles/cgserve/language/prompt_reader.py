@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..scheduling.requests import Request
-from .completions import Asked, Refusal, read_request
+from .completions import ParsedBody, Refusal, read_request
 from .served_model import ServedModel
 
-TEXTS, WAITING = 1, 1024
-"""Bodies that are read in parallel (most of the work holds the GIL), and the maximum that are read or wait."""
+THREADS, MAX_PENDING = 1, 1024
+"""Threads that read bodies (one, because most of the work holds the GIL), and the maximum number of bodies in progress."""
 
 Choose = Callable[[str | None], ServedModel]
 """Returns the model that serves a name, or the only one for None.  Raises Refusal."""
@@ -21,31 +21,31 @@ Choose = Callable[[str | None], ServedModel]
 class PromptReader:
     """Reads bodies for all language models of a server."""
 
-    def __init__(self, choose: Choose, unread: Callable[[str, int], None]) -> None:
-        """`unread` gets path and status of a body that names no model or cannot be served."""
-        self.choose, self.unread = choose, unread
-        self._threads, self._reading = ThreadPoolExecutor(TEXTS, "text"), 0
+    def __init__(self, choose: Choose, count_refused: Callable[[str, int], None]) -> None:
+        """`count_refused` gets the path and the status of a body that names no model or cannot be served."""
+        self.choose, self.count_refused = choose, count_refused
+        self._threads, self._pending = ThreadPoolExecutor(THREADS, "text"), 0
 
-    async def read(self, body: bytes, *, chat: bool) -> tuple[ServedModel, Asked, list[Request]]:
+    async def read(self, body: bytes, *, chat: bool) -> tuple[ServedModel, ParsedBody, list[Request]]:
         """Returns the model that a body names, the parsed body, and its requests.  Raises Refusal."""
 
-        def work() -> tuple[ServedModel, Asked, list[Request]]:
-            asked = read_request(body, chat=chat)
-            served = self.choose(asked.model)
-            return served, asked, served.requests_of(asked)
+        def work() -> tuple[ServedModel, ParsedBody, list[Request]]:
+            parsed = read_request(body, chat=chat)
+            served = self.choose(parsed.model)
+            return served, parsed, served.requests_of(parsed)
 
         while True:
-            served, asked, requests = await self.run(work)
-            same = self.choose(asked.model) is served and served.adapter_of(asked.model) == requests[0].adapter
-            if same:  # no await until the requests are open, so versions and adapters cannot change in between
-                return served, asked, requests
+            served, parsed, requests = await self.run(work)
+            same = self.choose(parsed.model) is served and served.adapter_of(parsed.model) == requests[0].adapter
+            if same:  # else the version or the adapter changed meanwhile; the caller opens the requests without an await
+                return served, parsed, requests
 
     async def run(self, work: Callable[[], Any]) -> Any:
         """Calls `work` in the thread and returns its result.  Raises Refusal if too many wait."""
-        if self._reading >= WAITING:
-            raise Refusal(503, f"{WAITING} prompts wait to be read", again=1)
-        self._reading += 1
+        if self._pending >= MAX_PENDING:
+            raise Refusal(503, f"{MAX_PENDING} request bodies wait to be read", retry_after=1)
+        self._pending += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
-            self._reading -= 1
+            self._pending -= 1

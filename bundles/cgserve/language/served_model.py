@@ -16,7 +16,7 @@ from ..restrictions.tools import TAGS, CallReader, Toolbox, answer_grammar, temp
 from ..scheduling.requests import NO_ADAPTER, STOPS, Adapter, Request, Sampling
 from .adapters import AdapterError, read_adapter
 from .answer import Answer
-from .completions import Asked, Refusal, messages_of, of_kind
+from .completions import ParsedBody, Refusal, messages_of, of_kind
 from .engine import Model
 from .engines import Engines
 from .metrics import LanguageMetrics
@@ -93,69 +93,69 @@ class ServedModel:
         self.adapters = {other: served for other, served in self.adapters.items() if other != name}
         return exists
 
-    def requests_of(self, asked: Asked) -> list[Request]:
+    def requests_of(self, parsed: ParsedBody) -> list[Request]:
         """Returns a request for each choice of each prompt.  Raises Refusal."""
-        adapter = self.adapter_of(asked.model)
-        matcher = self._matcher(asked)
-        stop = (() if asked.ignore_end and matcher is None else self.language.stop) + asked.stop_tokens
+        adapter = self.adapter_of(parsed.model)
+        matcher = self._matcher(parsed)
+        stop = (() if parsed.ignore_end and matcher is None else self.language.stop) + parsed.stop_tokens
         if len(stop) > STOPS:
             raise Refusal(
                 400,
                 f"stop_token_ids: {len(stop)} tokens end an answer, with the model's own; at most {STOPS} may",
                 "stop_token_ids",
             )
-        count = asked.choices * max(1, len(asked.prompts))
+        count = parsed.choices * max(1, len(parsed.prompts))
         if count > self.engine.limit:
             raise Refusal(400, f"n: {count} answers asked for; {self.engine.limit} requests may be open", "n")
         prompts = (
-            [self._chat(asked.messages, asked.template, asked.toolbox)]
-            if asked.chat
-            else [self._prompt(asked_prompt, asked.special) for asked_prompt in asked.prompts]
+            [self._chat(parsed.messages, parsed.template, parsed.toolbox)]
+            if parsed.chat
+            else [self._prompt(asked_prompt, parsed.special) for asked_prompt in parsed.prompts]
         )
         requests = []
         for prompt in prompts:
-            most = self.context - len(prompt) if asked.most is None else asked.most
+            most = self.context - len(prompt) if parsed.most is None else parsed.most
             if len(prompt) + max(1, most) > self.context:
                 text = f"the model takes {self.context} tokens; the prompt has {len(prompt)}, and max_tokens is {max(1, most)}"
-                raise Refusal(400, text, "messages" if asked.chat else "prompt", "context_length_exceeded")
-            for index in range(asked.choices):
-                options: dict[str, Any] = {**self.language.sampling, **asked.sampling, "alternatives": asked.alternatives or 0}
+                raise Refusal(400, text, "messages" if parsed.chat else "prompt", "context_length_exceeded")
+            for index in range(parsed.choices):
+                options: dict[str, Any] = {**self.language.sampling, **parsed.sampling, "alternatives": parsed.alternatives or 0}
                 sampling = Sampling(**(options | {"seed": options["seed"] + index}))
-                requests.append(self._request(asked, prompt, most, stop, sampling, matcher, adapter))
+                requests.append(self._request(parsed, prompt, most, stop, sampling, matcher, adapter))
         return requests
 
     def _request(
-        self, asked: Asked, prompt: tuple[int, ...], most: int, stop: tuple[int, ...], sampling: Sampling,
+        self, parsed: ParsedBody, prompt: tuple[int, ...], most: int, stop: tuple[int, ...], sampling: Sampling,
         matcher: GrammarMatcher | None, adapter: Adapter,
     ) -> Request:  # fmt: skip
         """Returns a request, with rules if necessary.  Of a scored prompt only the first token is read; the others are forced."""
-        forced = prompt[1:] if asked.scored else ()
+        forced = prompt[1:] if parsed.scored else ()
         if not forced and not most:
             raise Refusal(400, "max_tokens: 0 needs a prompt of two tokens", "max_tokens")
         read_tokens, rules = prompt[: len(prompt) - len(forced)], None
-        if matcher is not None or asked.wishes or forced:
+        if matcher is not None or parsed.wishes or forced:
             matcher_copy = None if matcher is None else matcher.copy()
-            rules = TokenRules(self.engine.limits.vocabulary, len(read_tokens), asked.wishes, stop, matcher_copy, forced)
+            rules = TokenRules(self.engine.limits.vocabulary, len(read_tokens), parsed.wishes, stop, matcher_copy, forced)
         count = most + len(forced)
         return Request(
             prompt=read_tokens, most=count, stop=stop, sampling=sampling, rules=rules, forced=len(forced), adapter=adapter
         )  # fmt: skip
 
-    def answer(self, asked: Asked, request: Request) -> Answer:
+    def answer(self, parsed: ParsedBody, request: Request) -> Answer:
         """Returns the object that converts a request's tokens to text."""
-        tools, text = asked.toolbox.callable, self.language.text
+        tools, text = parsed.toolbox.callable, self.language.text
         reader = CallReader(tools, self.language.tool_form) if tools else None
-        offset = len(text(request.prompt)) if asked.echo else 0
-        return Answer(text, request.prompt, asked.stop, reader, request.forced, offset)
+        offset = len(text(request.prompt)) if parsed.echo else 0
+        return Answer(text, request.prompt, parsed.stop, reader, request.forced, offset)
 
-    def _matcher(self, asked: Asked) -> GrammarMatcher | None:
+    def _matcher(self, parsed: ParsedBody) -> GrammarMatcher | None:
         """Returns the matcher of the grammar for the answers, or None.  Raises Refusal."""
-        unknown = [token for token in asked.wishes.biases if token >= self.language.size]
+        unknown = [token for token in parsed.wishes.biases if token >= self.language.size]
         if unknown:
             raise Refusal(400, f"logit_bias: expected tokens from 0 to {self.language.size - 1}", "logit_bias")
-        field = "tools" if asked.toolbox.forced else "response_format"
-        needed = asked.schema is not None or asked.toolbox.forced
-        if not self.engine.limits.vocabulary and (needed or asked.wishes or asked.scored):
+        field = "tools" if parsed.toolbox.forced else "response_format"
+        needed = parsed.schema is not None or parsed.toolbox.forced
+        if not self.engine.limits.vocabulary and (needed or parsed.wishes or parsed.scored):
             name = field if needed else "logit_bias, min_tokens, echo with logprobs, penalties by count"
             raise Refusal(400, f"{name}: the bundle has no entry `choose`; build it again", field if needed else None)
         if not needed:
@@ -164,7 +164,7 @@ class ServedModel:
             if self._grammars is None:
                 self._grammars = Grammars(self.language.source, self.engine.limits.vocabulary, self.language.stop)
             special = self._grammars.special(TAGS)
-            return self._grammars.matcher(answer_grammar(asked.schema, asked.toolbox, self.language.tool_form, special))
+            return self._grammars.matcher(answer_grammar(parsed.schema, parsed.toolbox, self.language.tool_form, special))
         except MissingEngine as error:
             raise Refusal(400, f"{field}: this server {error}", field, "unsupported_parameter") from None
         except ValueError as error:

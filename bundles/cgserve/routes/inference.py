@@ -43,9 +43,9 @@ Answer = TypeVar("Answer")
 class Refusal(Exception):
     """An error response: its HTTP status, its text, and the seconds until a retry (0: never)."""
 
-    def __init__(self, status: int, text: str, again: int = 0) -> None:
+    def __init__(self, status: int, text: str, retry_after: int = 0) -> None:
         super().__init__(text)
-        self.status, self.again = status, again
+        self.status, self.retry_after = status, retry_after
 
 
 class Inference:
@@ -276,7 +276,7 @@ def body_of(error: str) -> dict[str, str]:
 
 async def refused(_: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
-        again = {"Retry-After": str(error.again)} if error.again else None
-        return JSONResponse({"error": str(error)}, error.status, again)
+        headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
+        return JSONResponse({"error": str(error)}, error.status, headers)
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)

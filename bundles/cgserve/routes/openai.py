@@ -42,11 +42,11 @@ class OpenAI:
 
     def __init__(
         self, serving: Callable[[], Mapping[str, ServedModel]], texts: Callable[[], Mapping[str, TextModel]],
-        known: Callable[[], Iterable[str]], unread: Callable[[str, int], None], adapter_root: Path | None = None,
+        known: Callable[[], Iterable[str]], count_refused: Callable[[str, int], None], adapter_root: Path | None = None,
     ) -> None:  # fmt: skip
         self._serving, self._text_models, self._known = serving, texts, known
         self._created = int(time.time())
-        self.reader = PromptReader(self._choose, unread)
+        self.reader = PromptReader(self._choose, count_refused)
         self.routes = [Route(path, self._complete, methods=["POST"]) for path in PATHS]
         for prefix in ("", "/v1"):
             self.routes += [Route(f"{prefix}/tokenize", self._tokenize, methods=["POST"])]
@@ -70,7 +70,7 @@ class OpenAI:
                 return next(iter(serving.values()))
             raise Refusal(400 if serving else 503, f"model: expected one of {', '.join(serving) or 'none that serves'}", "model")
         if name in self._known():
-            raise Refusal(503, f"no version of {name!r} serves as a language model", "model", again=1)
+            raise Refusal(503, f"no version of {name!r} serves as a language model", "model", retry_after=1)
         names = ", ".join([*serving, *adapted])
         raise Refusal(404, f"no model {name!r}; there is {names or 'none'}", "model", "model_not_found")
 
@@ -157,4 +157,4 @@ async def refused(_: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = Refusal(error.status_code, error.detail)
     assert isinstance(error, Refusal)
-    return JSONResponse(error.body(), error.status, {"Retry-After": str(error.again)} if error.again else None)
+    return JSONResponse(error.body(), error.status, {"Retry-After": str(error.retry_after)} if error.retry_after else None)

@@ -127,7 +127,7 @@ class Texts:
             if len(fitting) == 1:
                 return fitting[0]
             if not any(self._known().values()):
-                raise Refusal(503, "no model serves", "model", again=1)
+                raise Refusal(503, "no model serves", "model", retry_after=1)
             raise Refusal(400, f"model: expected one of {names}", "model")
         if name in serving:
             model = serving[name]
@@ -136,7 +136,7 @@ class Texts:
             return model
         if (serves := self._known().get(name)) is not None:
             if not serves:
-                raise Refusal(503, f"no version of {name!r} serves", "model", again=1)
+                raise Refusal(503, f"no version of {name!r} serves", "model", retry_after=1)
             raise Refusal(400, f"model: {name!r} takes no texts here, or has no tokenizer; there is {names}", "model")
         raise Refusal(404, f"no model {name!r}; there is {names}", "model", "model_not_found")
 
@@ -152,9 +152,9 @@ class Texts:
             case Busy():
                 raise refusal_of(error)
             case Stopping():
-                raise Refusal(503, str(error), again=1)
+                raise Refusal(503, str(error), retry_after=1)
             case Late():
-                raise Refusal(503, str(error), code="timeout", again=1)
+                raise Refusal(503, str(error), code="timeout", retry_after=1)
             case cgbundle.CallError():
                 raise Refusal(400, one_line(error))
             case cgbundle.CgbundleError():
@@ -164,7 +164,7 @@ class Texts:
 
 
 def refusal_of(busy: Busy) -> Refusal:
-    return Refusal(429, str(busy), code="too_many_requests", again=busy.seconds)
+    return Refusal(429, str(busy), code="too_many_requests", retry_after=busy.seconds)
 
 
 def numbers_of(row: list[float]) -> bytes:

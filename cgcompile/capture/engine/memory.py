@@ -20,22 +20,22 @@ from ..worker.address_map import AddressMap
 from .engine_take import NamedTensor, PointerWord
 from .layout import lay_out_tensors, without
 
-WORDS = 1 << 26
-"""8-byte words that are searched for addresses at once."""
+SCAN_WORDS = 1 << 26
+"""Maximum number of 8-byte words in one step of the search for addresses."""
 
-MOST_POINTERS = 1 << 16
-"""Most address words kept of one range: so many are enough to detect a table of addresses."""
+MAX_POINTERS = 1 << 16
+"""Maximum number of address words that are returned for one range.  They are enough to detect a table of addresses."""
 
 Pool = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """`ranges`: the spans of `tensors`, then segments of the graphs' private pools, then torch's other live blocks.  `owned`: all
-    segments of torch's allocator, as (address, bytes).  `pooled`: by name, the tensors in private pools."""
+    """`ranges`: the spans of `tensors`, then segments of the graphs' private pools, then torch's other live blocks.  `segments`:
+    all segments of torch's allocator, as (address, bytes).  `pooled`: by name, the tensors in private pools."""
 
     ranges: tuple[Range, ...]
-    owned: tuple[tuple[int, int], ...]
+    segments: tuple[tuple[int, int], ...]
     tensors: tuple[NamedTensor, ...]
     pooled: Mapping[str, TensorPlace]
 
@@ -43,9 +43,9 @@ class EngineMemory:
 def engine_memory(tensors: Mapping[str, torch.Tensor], pools: Iterable[Pool]) -> EngineMemory:
     """Finds the memory on the current device.  Raises tensor-refused, dtype-unsupported."""
     graph_pools = {tuple(pool) for pool in pools}
-    segments = [row for row in torch.cuda.memory_snapshot() if row["device"] == torch.cuda.current_device()]
+    snapshot = [row for row in torch.cuda.memory_snapshot() if row["device"] == torch.cuda.current_device()]
     private, others = [
-        [row for row in segments if (tuple(row["segment_pool_id"]) in graph_pools) is member] for member in (True, False)
+        [row for row in snapshot if (tuple(row["segment_pool_id"]) in graph_pools) is member] for member in (True, False)
     ]
     places = {name: _place(name, tensors[name]) for name in sorted(tensors)}
     places = {name: place for name, place in places.items() if 0 not in place.shape}
@@ -57,15 +57,15 @@ def engine_memory(tensors: Mapping[str, torch.Tensor], pools: Iterable[Pool]) ->
         *[Range(kind="pool", start=row["address"], size=row["total_size"]) for row in private],
         *_others(others, spans),
     ]
-    owned = [(row["address"], row["total_size"]) for row in segments]
-    return EngineMemory(ranges=tuple(ranges), owned=tuple(owned), tensors=rows, pooled=pooled)
+    segments = [(row["address"], row["total_size"]) for row in snapshot]
+    return EngineMemory(ranges=tuple(ranges), segments=tuple(segments), tensors=rows, pooled=pooled)
 
 
 def _place(name: str, tensor: Any) -> TensorPlace:
     if len(name) > NAME or not name.isprintable():
         raise _refused(name[:40], f"has a name that is not printable, or longer than {NAME} characters")
     if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda or tensor.layout is not torch.strided:
-        raise _refused(name, "is no dense tensor of torch on a GPU")
+        raise _refused(name, "is not a dense torch tensor on a GPU")
     if tensor.get_device() != torch.cuda.current_device():
         raise _refused(name, f"lies on GPU {tensor.get_device()}, and the current device is {torch.cuda.current_device()}")
     return TensorPlace(
@@ -97,9 +97,9 @@ def _others(segments: Sequence[Mapping[str, Any]], spans: Sequence[Range]) -> It
             start += block["size"]
 
 
-def pointer_words(addresses: AddressMap, ranges: Iterable[int], owned: Sequence[tuple[int, int]]) -> tuple[PointerWord, ...]:
-    """Returns every aligned word in the memory of these ranges that is an address in a known range or in torch's segments."""
-    areas = [*owned, *[(piece.start, piece.size) for piece in addresses.ranges]]
+def pointer_words(addresses: AddressMap, ranges: Iterable[int], segments: Sequence[tuple[int, int]]) -> tuple[PointerWord, ...]:
+    """Returns every aligned word of these ranges whose value is an address inside a known range or one of torch's segments."""
+    areas = [*segments, *[(piece.start, piece.size) for piece in addresses.ranges]]
     low, high = min(start for start, _ in areas), max(start + size for start, size in areas)
     pointers: list[PointerWord] = []
     for number in list(ranges):
@@ -112,13 +112,13 @@ def pointer_words(addresses: AddressMap, ranges: Iterable[int], owned: Sequence[
 
 
 def _words_between(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
-    """Returns (offset, value) of the aligned words of memory with low <= value < high; at most MOST_POINTERS of them."""
+    """Returns (offset, value) of the aligned words of memory with low <= value < high; at most MAX_POINTERS of them."""
     first = start + -start % 8
     count = (start + size - first) // 8
     pairs: list[tuple[int, int]] = []
-    for begin in range(0, count, WORDS):
-        words = device_bytes(first + 8 * begin, 8 * min(WORDS, count - begin)).view(torch.int64)
-        places = ((words >= low) & (words < high)).nonzero().reshape(-1)[: MOST_POINTERS - len(pairs)]
+    for begin in range(0, count, SCAN_WORDS):
+        words = device_bytes(first + 8 * begin, 8 * min(SCAN_WORDS, count - begin)).view(torch.int64)
+        places = ((words >= low) & (words < high)).nonzero().reshape(-1)[: MAX_POINTERS - len(pairs)]
         values = words[places]
         pairs += [(first - start + 8 * (begin + at), value) for at, value in zip(places.tolist(), values.tolist(), strict=True)]
     return pairs

@@ -38,7 +38,7 @@ def read_engine(log: EngineImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph],
     raw = {key: _raw_graph(key, graph) for key, graph in _checked(graphs).items()}
     torch.cuda.synchronize()
     memory = engine_memory(tensors, [graph.pool() for graph in graphs.values()])
-    addresses = AddressMap(memory.ranges, memory.owned, inspect_pointer)
+    addresses = AddressMap(memory.ranges, memory.segments, inspect_pointer)
     modules, images = log.modules(), log.images
 
     @cache
@@ -62,7 +62,7 @@ def read_engine(log: EngineImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph],
         read.append(RawGraph(key=(position,), nodes=nodes, edges=edges, inputs=(), outputs=outputs, name=name))
     states = kept_variables(used, {image: cubin(image) for image in used}, addresses)
     scanned = [number for number, piece in enumerate(memory.ranges) if piece.kind in ("inputs", "pool")]
-    pointers = pointer_words(addresses, scanned, memory.owned)
+    pointers = pointer_words(addresses, scanned, memory.segments)
     take = Take(
         ranges=_with_tables(addresses, states, read_device),
         graphs=tuple(read),

@@ -183,7 +183,7 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
         if i not in loaded.request.written[key] and row_major(static) != row_major(value):
             raise ModelError("input-mutated", f"int_key {key}: the program changes tensor {i} of its inputs")
     mutated_inputs = [inputs[i] for i in loaded.request.written[key]]
-    outputs, written = tuple(row_major(t) for t in replay_outputs), tuple(row_major(t) for t in mutated_inputs)
+    outputs, mutated = tuple(row_major(t) for t in replay_outputs), tuple(row_major(t) for t in mutated_inputs)
     rows = [row for row in loaded.request.weights if row.memory == "state"]
     state = tuple([(row.name, *_changed(loaded, row)) for row in rows])
     results = [t.clone() for t in (*replay_outputs, *mutated_inputs, *map(loaded.tensor_of, rows))]  # outputs may alias state
@@ -194,19 +194,19 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
         repeated = (*outputs_again, *mutated_inputs, *map(loaded.tensor_of, rows))
         steady = steady and all(same_bits(one, two) for one, two in zip(results, repeated, strict=True))
     run = partial(_eager, loaded, key, rows)
-    eager = run().left
+    eager = run().compared
     differences = tuple([compare(expected.to(actual.device), actual) for actual, expected in zip(results, eager, strict=True)])
     bounds = loaded.request.bounds.get(key, ())
     indices: tuple[tuple[int, int], ...] = ()
     if any(difference.error > bound.bound for difference, bound in zip(differences, bounds, strict=False)):
         del eager
-        seen = Seen(calls=(*calls[:-1], tuple(results[: len(replay_outputs)])), left=tuple(results))
+        seen = Seen(calls=(*calls[:-1], tuple(results[: len(replay_outputs)])), compared=tuple(results))
         verdict = judged(run, seen, bounds, loaded.request.floors[key])
         if verdict:
             differences, indices = verdict.differences, verdict.indices
     loaded.restore()
     return RawSelfTest(
-        key=key, outputs=outputs, differences=differences, written=written, state=state, indices=indices, steady=steady
+        key=key, outputs=outputs, differences=differences, mutated=mutated, state=state, indices=indices, steady=steady
     )
 
 
@@ -236,4 +236,4 @@ def _eager(loaded: LoadedProgram, key: IntKey, rows: Sequence[Weight]) -> Seen:
             outputs = list(eager_regions(opened, tensors)) if opened else tensors_of(loaded.modules[key](*args, **kwargs))
         calls.append(tuple([t.clone() for t in outputs]))  # outputs may alias state
     written = [tensors[i] for i in loaded.request.written[key]]
-    return Seen(calls=tuple(calls), left=(*calls[-1], *written, *[loaded.tensor_of(row).clone() for row in rows]))
+    return Seen(calls=tuple(calls), compared=(*calls[-1], *written, *[loaded.tensor_of(row).clone() for row in rows]))

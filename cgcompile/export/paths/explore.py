@@ -1,4 +1,5 @@
-"""Finds all paths through a model's Python code, and traces a line for each path that does not join another one."""
+"""Traces the paths through a model's Python code, and finds where they join.  The trace of a path is a `Line`.  Questions
+after a join are explored on only one of the two paths."""
 
 from __future__ import annotations
 
@@ -14,26 +15,28 @@ from ...model.tracing.way import Question, Spot, TooManyTurns
 from .joins import Join, joins
 from .lines import Line, Raised, trace_line
 
-ENDLESS = f"{WHILE_FIX}; --max-paths says how many turns are tried"
-TOO_MANY = "let --max-paths be larger, or choose with torch.where"
+ENDLESS = f"{WHILE_FIX}; --max-paths sets how many iterations are tried"
+TOO_MANY = "raise --max-paths, or select with torch.where"
 
 TURNS = 4
-"""After this many equal answers at one position, an extra trace tests whether the loop ends."""
+"""If one position gets this many equal answers, it is probably a loop.  An extra trace then tests whether the loop ends."""
 
 RESTARTS = 3
-"""How often all lines are traced again with other preferred answers (see `Ways._restart`)."""
+"""Maximum number of times that all lines are traced again with other preferred answers (see `TracedPaths._restart`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Branch:
-    """The other answer to a question: a line until it joins, or an error that the model raises."""
+    """The path with the other answer to a question.  `other`: its line, or the error that the model raises.  `join`: where that
+    line joins again; None if the model raises."""
 
     other: Line | Raised
     join: Join | None
 
 
 class PathsRefused(Exception):
-    """The paths of a model cannot become one program.  `obstacle`: the reason, and the question's line.  Causes a ModelError."""
+    """The paths of a model cannot become one program.  `obstacle`: the reason, and the source line of the question.  It is the
+    `__cause__` of a ModelError."""
 
     def __init__(self, code: str, question: Question | TooManyTurns, reason: str, hint: str = "") -> None:
         super().__init__(reason)
@@ -46,10 +49,10 @@ class _Restart(Exception):
     """Preferred answers changed: all lines must be traced again."""
 
 
-class Ways:
-    """The lines of a model, traced on demand.
+class TracedPaths:
+    """The lines of a model's paths, traced on demand.
 
-    `attempt` exports the model, with the answers in `flat.way`.  `most`: the largest number of lines.
+    `attempt` exports the model, with the answers in `flat.way`.  `most`: the maximum number of lines.
     """
 
     def __init__(self, flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int) -> None:
@@ -63,34 +66,36 @@ class Ways:
         self._last = False
 
     def root(self) -> Line | Raised:
-        """Returns the first line after all its branches were traced.  Raises PathsRefused."""
+        """Traces all paths, and returns the first line.  Raises PathsRefused."""
         for restarts in range(RESTARTS + 1):
             try:
                 return self._explored(last=restarts == RESTARTS)
             except _Restart:
                 self._lines, self._branches, self._raising = {}, {}, {}
-        raise AssertionError("the last time nothing restarts")
+        raise AssertionError("the last attempt cannot restart")
 
     def _explored(self, last: bool) -> Line | Raised:
         self._last = last
         line = self._line(())
         if isinstance(line, Raised):
             return line
-        better = {}
+        preferred = {}
         for number, question in enumerate(line.questions):
             other = self._line((*line.answers[:number], not line.answers[number]))
             if isinstance(other, Line) and next(joins(line, other, number)) is None:
-                better[question.spot] = not question.answer
-        self._restart(better)
+                preferred[question.spot] = not question.answer
+        self._restart(preferred)
         for number in reversed(range(len(line.questions))):
             self.branch(line, number)
         return line
 
-    def _restart(self, better: Mapping[Spot, bool]) -> None:
-        """Traces all lines again with `better` preferred answers, unless it is the last attempt.  A join needs a first line whose
-        variables are different tensors; after `y = x` two variables are one tensor."""
-        if better and not self._last:
-            self._preferred |= better
+    def _restart(self, preferred: Mapping[Spot, bool]) -> None:
+        """Makes `root` trace all lines again with these preferred answers, except in its last attempt.  Another line then becomes
+        the first line.
+
+        A join needs a first line whose variables hold different tensors.  After `y = x`, two variables hold the same tensor."""
+        if preferred and not self._last:
+            self._preferred |= preferred
             raise _Restart
 
     @property
@@ -126,15 +131,15 @@ class Ways:
                     raise PathsRefused(
                         "structure-unsupported",
                         question,
-                        f"the ways give results of different nesting or constants: {line.result} and {other.result}",
-                        "return tensors in the same structure on every way",
+                        f"the paths return different nesting or constants: {line.result} and {other.result}",
+                        "return tensors in the same structure on every path",
                     )
                 return Branch(other=other, join=join)
-        raise AssertionError("two lines meet at their end")
+        raise AssertionError("`joins` always yields the join at the end")
 
     def _check_bounded(self, line: Line, number: int, forced: tuple[bool, ...]) -> None:
-        """Raises PathsRefused (data-dependent-branch) for a loop without end.  After TURNS equal answers at one position it traces
-        with always that answer, before every number of iterations becomes a line."""
+        """Raises PathsRefused (data-dependent-branch) for a loop without a bound.  After TURNS equal answers at one position it
+        traces the path on which this position always gets that answer.  Else every number of iterations would become a line."""
         spot, stays = line.questions[number].spot, forced[number]
         turns = [question.answer for question in line.questions[:number] if question.spot == spot]
         if turns == [stays] * TURNS:
@@ -151,7 +156,7 @@ class Ways:
         if forced in self._raising:
             return self._raising[forced]
         if forced not in self._lines:
-            self._lines[forced] = line = self._traced(forced)
+            self._lines[forced] = line = self._first_not_raising(forced)
             if isinstance(line, Line):
                 self._check_shapes(line)
         return self._lines[forced]
@@ -160,23 +165,25 @@ class Ways:
         """Raises PathsRefused (structure-unsupported) if constant sizes of results differ from those of the first line."""
         first = self.lines[0]
         for slot in [slot for slot in line.outputs if slot[0] == "result"]:
-            pair = [way.outputs.get(slot) for way in (first, line)]
+            pair = [side.outputs.get(slot) for side in (first, line)]
             if not all(isinstance(value, Node) for value in pair):
                 continue
             one, other = [value.meta["val"].shape for value in pair if isinstance(value, Node)]
             for axis, (left, right) in enumerate(zip(one, other, strict=False)):
-                counted = any(("count", (slot[1], axis)) in way.outputs for way in (first, line))
+                counted = any(("count", (slot[1], axis)) in side.outputs for side in (first, line))
                 if isinstance(left, int) and isinstance(right, int) and left != right and not counted and line.questions:
                     question = line.questions[-1]
                     fix = (
                         WHILE_FIX
                         if question.line.startswith("while ")
-                        else "return tensors of the same dtype and shape on every way"
+                        else "return tensors of the same dtype and shape on every path"
                     )
-                    reason = f"one way gives a result of {list(one)}, the other one of {list(other)}"
+                    reason = f"one path returns a tensor of shape {list(one)}, another path {list(other)}"
                     raise PathsRefused("structure-unsupported", question, reason, fix)
 
-    def _traced(self, forced: tuple[bool, ...]) -> Line | Raised:
+    def _first_not_raising(self, forced: tuple[bool, ...]) -> Line | Raised:
+        """Traces paths that begin with the answers `forced`, until the model does not raise.  Returns that line, or the error if
+        the model raises on all of them.  Changes the last answer first, as a depth-first search does."""
         answers = forced
         while True:
             if len(self._lines) + len(self._raising) >= self._most:
@@ -200,10 +207,10 @@ class Ways:
         try:
             return trace_line(self._flat, self._attempt, answers, preferred, self._most)
         except TooManyTurns as error:
-            reason = f"nothing bounds the turns of this loop: it asked {self._most} times"
+            reason = f"this loop has no known bound: it tested its condition {self._most} times"
             raise PathsRefused("data-dependent-branch", error, reason, ENDLESS) from error
 
     def _too_many(self) -> PathsRefused:
         places = list(dict.fromkeys([question.where for question in self._seen[1:]]))
-        reason = f"there are more than {self._most} paths, which also ask at {', '.join(places[:4])}"
+        reason = f"there are more than {self._most} paths; further branches are at {', '.join(places[:4])}"
         return PathsRefused("data-dependent-branch", self._seen[0], reason, TOO_MANY)

@@ -30,7 +30,7 @@ from ..higher_order.retrace import in_place
 from ..higher_order.shared_memory import copy_shared
 from ..torch_program import with_graph
 from .counted_results import CountedResults
-from .explore import PathsRefused, Ways
+from .explore import PathsRefused, TracedPaths
 from .joins import Join, output
 from .lines import Line, Raised, Slot, is_pure, placeholders
 
@@ -151,7 +151,7 @@ class _Body:
         return getattr(self.module, str(node.target)) if node.op == "get_attr" else node.meta["val"]
 
 
-def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, GraphModule]:
+def merged(traced: TracedPaths, root: Line, told_gpu: bool) -> tuple[ExportedProgram, GraphModule]:
     """Returns the program of all lines, and the graph before it became functional.  The branches of that graph have the answers
     before their question as `meta["question"]`.  Raises Unjoinable, PathsRefused."""
     program = root.program
@@ -161,7 +161,7 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
     specs = list(program.graph_signature.input_specs)
     constants = dict(program.constants)
     first: dict[Hashable, tuple[Line, Node]] = {}
-    for line in [root, *ways.lines]:
+    for line in [root, *traced.lines]:
         for node, key in placeholders(line.program).items():
             first.setdefault(key, (line, node))
     for key, (line, node) in first.items():
@@ -180,8 +180,8 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
     placed = {node.name for node in body.graph.nodes}
     specs = [spec for spec in specs if spec.arg.name in placed]  # equal constants became one
     _order_inputs(body.graph, specs)
-    counted = CountedResults(ways.lines)
-    slots = _emit(ways, counted, body, root, 0, root.end, told_gpu)
+    counted = CountedResults(traced.lines)
+    slots = _emit(traced, counted, body, root, 0, root.end, told_gpu)
     output_specs, values = _outputs(body, root, counted, slots)
     body.graph.output(tuple(values))
     module = GraphModule(body.module, body.graph)
@@ -237,7 +237,9 @@ def _outputs(body: _Body, root: Line, counted: CountedResults, slots: dict[Slot,
     return specs, values
 
 
-def _emit(ways: Ways, counted: CountedResults, body: _Body, line: Line, start: int, stop: int, told_gpu: bool) -> dict[Slot, Any]:
+def _emit(
+    traced: TracedPaths, counted: CountedResults, body: _Body, line: Line, start: int, stop: int, told_gpu: bool
+) -> dict[Slot, Any]:
     """Adds the operations and branches of a line between two positions.  Returns the outputs by slot if that reaches the end."""
     numbers = {position: number for number, position in enumerate(line.markers)}
     position = start
@@ -247,12 +249,12 @@ def _emit(ways: Ways, counted: CountedResults, body: _Body, line: Line, start: i
         if number is None:
             _copy(body, line, node)
         else:
-            branch = ways.branch(line, number)
+            branch = traced.branch(line, number)
             if isinstance(branch.other, Raised):
                 _assert(body, line, number, branch.other, told_gpu)
             else:
                 assert branch.join is not None
-                ends = _branch(ways, counted, body, line, number, branch.other, branch.join, told_gpu)
+                ends = _branch(traced, counted, body, line, number, branch.other, branch.join, told_gpu)
                 if branch.join.ends:
                     return ends
                 position = branch.join.main
@@ -260,7 +262,7 @@ def _emit(ways: Ways, counted: CountedResults, body: _Body, line: Line, start: i
         position += 1
     if stop < line.end:
         return {}
-    return {slot: _ended(counted, body, line, slot) for slot in _slots(ways, counted, line)}
+    return {slot: _ended(counted, body, line, slot) for slot in _slots(traced, counted, line)}
 
 
 def _ended(counted: CountedResults, body: _Body, line: Line, slot: Slot) -> Any:
@@ -272,9 +274,9 @@ def _ended(counted: CountedResults, body: _Body, line: Line, slot: Slot) -> Any:
     return body.value(line, output(line, slot))
 
 
-def _slots(ways: Ways, counted: CountedResults, line: Line) -> list[Slot]:
+def _slots(traced: TracedPaths, counted: CountedResults, line: Line) -> list[Slot]:
     """Returns the outputs that every line must have: all buffers and inputs that any line writes, results, and counts."""
-    written = [slot for way in ways.lines for slot in way.outputs if slot[0] not in ("result", "count")]
+    written = [slot for way in traced.lines for slot in way.outputs if slot[0] not in ("result", "count")]
     results = [slot for slot in line.outputs if slot[0] == "result"]
     return list(dict.fromkeys([*sorted(written), *results, *counted.slots]))
 
@@ -301,7 +303,7 @@ def _assert(body: _Body, line: Line, number: int, raised: Raised, told_gpu: bool
 
 
 def _branch(
-    ways: Ways, counted: CountedResults, body: _Body, line: Line, number: int, other: Line, join: Join, told_gpu: bool
+    traced: TracedPaths, counted: CountedResults, body: _Body, line: Line, number: int, other: Line, join: Join, told_gpu: bool
 ) -> dict[Slot, Any]:
     """Adds the branch for a question.  Returns the outputs by slot if the lines join only at the end, else {}."""
     marker = line.nodes[line.markers[number]]
@@ -309,7 +311,7 @@ def _branch(
     inners, ends = [], []
     for side, stop in ((line, join.main), (other, join.other)):
         inners.append(_Body(body, body.mode, body.root))
-        ends.append(list(_emit(ways, counted, inners[-1], side, side.markers[number] + 1, stop, told_gpu).values()))
+        ends.append(list(_emit(traced, counted, inners[-1], side, side.markers[number] + 1, stop, told_gpu).values()))
     pairs = [(left, right) for left, right in join.pairs if _changes(inners, line.keys[left], other.keys[right])]
     if not join.ends:
         ends = [[inners[0].value(line, left) for left, _ in pairs], [inners[1].value(other, right) for _, right in pairs]]
@@ -341,7 +343,7 @@ def _branch(
     parts = [body.add(operator.getitem, (conditional, at), marker, value) for at, value in enumerate(likes)]
     by_place = dict(zip(kept_places, parts, strict=False)) | constants
     if join.ends:
-        return {slot: by_place[place] for place, slot in enumerate(_slots(ways, counted, line))}
+        return {slot: by_place[place] for place, slot in enumerate(_slots(traced, counted, line))}
     for place, (left, _) in enumerate(pairs):
         body.values[line.keys[left]] = by_place[place]
         body.joined.add(line.keys[left])
@@ -381,8 +383,8 @@ def _check_alike(line: Line, number: int, results: Sequence[Sequence[Node]]) -> 
         if forms[0] != forms[1]:
             one, other = [re.sub(r"\bu\d+\b", "?", form) for form in forms]  # u0, u1: sizes that depend on data
             raise PathsRefused(
-                "structure-unsupported", line.questions[number], f"one way gives {one}, the other one {other}",
-                "return tensors of the same dtype and shape on every way",
+                "structure-unsupported", line.questions[number], f"one path returns {one}, another path {other}",
+                "return tensors of the same dtype and shape on every path",
             )  # fmt: skip
 
 

@@ -57,9 +57,9 @@ def with_paths(
         if joined is None:
             return None
         bound = coarsest(Programs(by_key={(): joined.program}, dynamic=False))
-        names = sorted({name for line in joined.ways.lines for name in line.changed} - {*flat.assigned})
+        names = sorted({name for line in joined.traced.lines for name in line.changed} - {*flat.assigned})
         flat.assigned = (*assigned, *names)
-        tell("every way in eager PyTorch")
+        tell("every path in eager PyTorch")
         not_compared = verify(flat, joined, samples, bound)
     except PathsRefused as refused:
         code, why = refused.code, refused.obstacle

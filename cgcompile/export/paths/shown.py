@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from ...model.tracing.way import Question
-from .explore import Ways
+from .explore import TracedPaths
 from .lines import Line, Raised
 from .tree import Tree
 
@@ -26,7 +26,7 @@ class Fork:
 
 def forks(tree: Tree, reached: Mapping[Asked, Set[bool]]) -> list[Fork]:
     """Returns a fork with a line of text for every question.  `reached`: answers of each question with the example inputs."""
-    shown = _Shown(tree.ways, reached)
+    shown = _Shown(tree.traced, reached)
     shown.along(tree.root, 0, tree.root.end, shown.new())
     return sorted(shown.forks, key=lambda fork: int(re.findall(r"\d+", fork.text)[0]))
 
@@ -38,8 +38,8 @@ def condition(line: str) -> str:
 
 
 class _Shown:
-    def __init__(self, ways: Ways, reached: Mapping[Asked, Set[bool]]) -> None:
-        self._ways, self._reached = ways, reached
+    def __init__(self, traced: TracedPaths, reached: Mapping[Asked, Set[bool]]) -> None:
+        self._traced, self._reached = traced, reached
         self._graphs = 0
         self.forks: list[Fork] = []
 
@@ -52,7 +52,7 @@ class _Shown:
         """Adds forks for the questions of a line from number `start` to position `stop`.  The first follows after `graph`."""
         number = start
         while number < len(line.questions) and line.markers[number] < stop:
-            question, branch = line.questions[number], self._ways.branch(line, number)
+            question, branch = line.questions[number], self._traced.branch(line, number)
             condition_text = condition(question.line)
             number += 1
             if isinstance(branch.other, Raised):

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
 from ...util.progress import Tell
-from .explore import Branch, PathsRefused, Ways
+from .explore import Branch, PathsRefused, TracedPaths
 from .lines import Line, Raised
 from .merge import Unjoinable, merged
 
@@ -24,7 +24,7 @@ class Tree:
 
     program: ExportedProgram
     whole: GraphModule
-    ways: Ways
+    traced: TracedPaths
     root: Line
 
     def branches(self) -> Iterator[tuple[Line, int, Branch]]:
@@ -33,7 +33,7 @@ class Tree:
 
     def _branches(self, line: Line, start: int, stop: int) -> Iterator[tuple[Line, int, Branch]]:
         for number in range(start, stop):
-            branch = self.ways.branch(line, number)
+            branch = self.traced.branch(line, number)
             yield line, number, branch
             if isinstance(branch.other, Line) and branch.join is not None:
                 inner_questions = [at for at, marker in enumerate(branch.other.markers) if marker < branch.join.other]
@@ -47,56 +47,56 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
     Raises PathsRefused, export-failed, and what `attempt` raises."""
     numbers = itertools.count(1)
 
-    def export_way() -> ExportedProgram:
-        tell(f"torch.export, way {next(numbers)} through the model's branches")
+    def export_path() -> ExportedProgram:
+        tell(f"torch.export, path {next(numbers)} through the model's branches")
         return attempt()
 
-    ways = Ways(flat, export_way, most)
-    root = ways.root()
+    traced = TracedPaths(flat, export_path, most)
+    root = traced.root()
     if isinstance(root, Raised):
         raise ModelError("export-failed", f"{root.where or 'model'}: the model raises on every path: {root.message}")
     if not root.questions and not any(root.reads) and not any(map(any, root.sizes)):
         return None
-    tell(f"torch.export of {len(ways.lines)} ways as one program")
+    tell(f"torch.export of {len(traced.lines)} paths as one program")
     while True:
         try:
-            program, whole = merged(ways, root, told_gpu)
-            _check_assumed(ways, root)
+            program, whole = merged(traced, root, told_gpu)
+            _check_assumed(traced, root)
         except Unjoinable as error:
-            ways.forbid(error.line, error.number, error.position)
+            traced.forbid(error.line, error.number, error.position)
         except PathsRefused as error:
-            raise _unbounded(ways, root) or error from error
+            raise _unbounded(traced, root) or error from error
         except ModelError:
             raise
         except Exception as error:  # torch raises many types for operations that it cannot trace in a branch
             if not root.questions:
                 return None
             question = root.questions[0]
-            raise _unbounded(ways, root) or PathsRefused(
+            raise _unbounded(traced, root) or PathsRefused(
                 "data-dependent-branch",
                 question,
-                "a way holds what torch cannot trace in a branch, as a number that is read out of a tensor and used as a size",
+                "torch cannot trace a part of a path in a branch, such as a number that is read from a tensor and used as a size",
             ) from error
         else:
-            return Tree(program=program, whole=whole, ways=ways, root=root)
+            return Tree(program=program, whole=whole, traced=traced, root=root)
 
 
-def _check_assumed(ways: Ways, root: Line) -> None:
+def _check_assumed(traced: TracedPaths, root: Line) -> None:
     """Raises PathsRefused if one line relies on its answers about sizes, and another, which may join it, could not be rewritten to
     fixed sizes."""
-    if any(line.assumes for line in ways.lines) and (refused := _unbounded(ways, root)):
+    if any(line.assumes for line in traced.lines) and (refused := _unbounded(traced, root)):
         raise refused
 
 
-def _unbounded(ways: Ways, root: Line) -> PathsRefused | None:
+def _unbounded(traced: TracedPaths, root: Line) -> PathsRefused | None:
     """Returns the error for a line that could not be rewritten to fixed sizes, or None."""
-    reasons = [line.unsupported for line in ways.lines if line.unsupported]
+    reasons = [line.unsupported for line in traced.lines if line.unsupported]
     if not reasons or not root.questions:
         return None
     reason = re.sub(r"\b[su]\d+\b", "?", reasons[0])  # torch's symbols of sizes
     return PathsRefused(
         "data-dependent-branch",
         root.questions[0],
-        f"a way holds what cannot be computed at a size that holds any selection: {reason}",
+        f"an operation of a path cannot be computed at the largest possible size of a selection: {reason}",
         "keep the mask: torch.where(mask, f(x), 0) instead of f(x[mask])",
     )

@@ -16,7 +16,7 @@ from ...model.source import SEED
 from ...model.tracing.way import ForcedWay, Question
 from ...util.tolerance import compare
 from ..higher_order.conditionals import COND, higher_order
-from .explore import Ways
+from .explore import TracedPaths
 from .lines import Line
 from .tree import Tree
 
@@ -38,8 +38,8 @@ class Path:
 class _Walk:
     """Follows one path of a tree.  `choose(number)` decides whether to take the other answer of a question with two lines."""
 
-    def __init__(self, ways: Ways, choose: Callable[[int], bool]) -> None:
-        self._ways, self._choose = ways, choose
+    def __init__(self, traced: TracedPaths, choose: Callable[[int], bool]) -> None:
+        self._traced, self._choose = traced, choose
         self.answers: list[tuple[tuple[bool, ...], bool]] = []
         self.asks: list[bool] = []
         self.reads: list[bool] = []
@@ -52,7 +52,7 @@ class _Walk:
         number = start
         while number < min(stop, len(line.questions)):
             question = line.questions[number]
-            branch = self._ways.branch(line, number)
+            branch = self._traced.branch(line, number)
             self._take(line, begin, _counts(question))
             begin = _counts(question)
             turned = False
@@ -101,7 +101,7 @@ def paths(tree: Tree, most: int = MOST) -> Iterator[Path]:
     rng = random.Random(0)
     while pending and len(seen) < most:
         prefix = pending.pop(rng.randrange(len(pending)))
-        walk = _Walk(tree.ways, lambda at, prefix=prefix: prefix[at] if at < len(prefix) else False)  # type: ignore[misc]
+        walk = _Walk(tree.traced, lambda at, prefix=prefix: prefix[at] if at < len(prefix) else False)  # type: ignore[misc]
         walk.along(tree.root, 0, len(tree.root.questions), _Counts())
         choices = tuple(walk.choices)
         if choices in seen:

@@ -19,7 +19,7 @@ from ...model.source import StateRows, sample
 from ...model.user_code import place
 from ...util.progress import Tell
 from ...util.scratch import scratch_folder
-from ...util.workers import processors, side_by_side
+from ...util.workers import processors, run_forked
 from ..export import export
 from ..exported import Exported
 from ..torch_export import export_dynamic, export_static
@@ -59,7 +59,7 @@ def _traced(entries: Sequence[Exported], tell: Tell) -> list[bool]:
     if len(entries) == 1 or processors() == 1 or torch.cuda.is_initialized():
         return [work(tell) for work in works.values()]
     with scratch_folder() as logs:
-        unchanged = side_by_side(works, dict.fromkeys(works, tell), logs, "worker-died")
+        unchanged = run_forked(works, dict.fromkeys(works, tell), logs, "worker-died")
     return [unchanged[number] for number in works]
 
 

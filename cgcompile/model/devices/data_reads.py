@@ -40,9 +40,10 @@ SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.n
 class DataReads:
     """The branches and reads of one call.  Records them in the effects of `places`.
 
-    A value in `values` does not depend on data.  `earlier` has the effects of a call with real tensors.  The tensors of a traced
-    call hold no data, so it takes the answers of branches from `earlier`, and the numbers at the positions in `known`.  At the
-    positions in `asserted`, the program gets an assertion that the value is the same in every call.
+    `values` has the tensors with a known value, which does not depend on data.  `earlier` has the effects of an earlier call with
+    real tensors.  The tensors of a traced call hold no data.  So a traced call takes the answers of its branches from `earlier`,
+    and also the numbers at the positions in `known`.  At the positions in `asserted`, the program asserts that every call has the
+    same value.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class DataReads:
             position = len(self._effects.answers)
             if func in ONE_TENSOR:
                 self._effects.guessed.add(position)
-            self._guess = not self._guess  # more answers than examples: alternate, so that a loop ends
+            self._guess = not self._guess  # the earlier call had fewer branches: alternate, so that a loop ends
             answer = self._guess if example_answer is None else example_answer
             if position in self._asserted.answers:
                 self._assert(args[0], answer)
@@ -91,8 +92,8 @@ class DataReads:
         self._effects.reads[position:] = tree_leaves(value) if func is torch.Tensor.tolist else [value]
         return value
 
-    def sized(self, sizes: Any) -> Any:
-        """Returns the result of a function of SIZES to Python."""
+    def read_sizes(self, sizes: Any) -> Any:
+        """Returns the result of a function of SIZES to Python, here unchanged.  Subclasses record which sizes depend on data."""
         return sizes
 
     def _assert(self, tensor: torch.Tensor, value: bool | int) -> None:
@@ -105,4 +106,4 @@ class DataReads:
         same = same.reshape(()) if value is not False else same.reshape(()).logical_not()
         if places.target_device != CPU:
             same = places.moved(places.noted(same, places.place(tensor)), HOST)
-        called(torch.ops.aten._assert_async.msg, [same, f"{where}: {ASSERTS}: that this is {value}: {line}"], {})
+        called(torch.ops.aten._assert_async.msg, [same, f"{where}: {ASSERTS}: the bundle needs the value {value} here: {line}"], {})

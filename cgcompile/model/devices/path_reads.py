@@ -109,7 +109,7 @@ class TracedReads(DataReads):
             condition = called(lambda: truth_of(expression, self._way.symbols), [], {})
             return None if condition is None else self._answer(condition, ())
 
-    def sized(self, sizes: Any) -> Any:
+    def read_sizes(self, sizes: Any) -> Any:
         """Returns the result of a function of SIZES to Python, and records which sizes depend on data."""
         size_tuple = sizes if isinstance(sizes, tuple) else (sizes,)
         self._way.sizes.append(tuple([size.node.expr if _by_data(size) else None for size in size_tuple]))
@@ -193,7 +193,7 @@ class ForcedReads(DataReads):
         value = called(func, args, kwargs)
         return tree_map(lambda leaf: tracked(leaf, self._way.ask) if self._way.read() else leaf, value)
 
-    def sized(self, sizes: Any) -> Any:
+    def read_sizes(self, sizes: Any) -> Any:
         """Returns sizes to Python, tracked if they depend on data."""
         traced = next(self._way.sizes, ())
         if all(expression is None for expression in traced):

@@ -133,7 +133,7 @@ class DeviceTracking(TorchFunctionMode):
         with self._known.noting(func, operands, named) as results:
             results.append(_SPECIAL.get(func, operate)(self._places, func, list(operands), dict(named)))
         self._one_hots.clamped(func, operands, named, results[0])
-        return self._reads.sized(results[0]) if func in SIZES else results[0]
+        return self._reads.read_sizes(results[0]) if func in SIZES else results[0]
 
 
 def has_value(tensor: torch.Tensor) -> bool:

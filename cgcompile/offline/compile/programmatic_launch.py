@@ -1,18 +1,21 @@
 """Lets kernels begin before the previous kernel has ended: CUDA's programmatic dependent launch (sm_90 and later).
 
-A kernel lets the next one begin once all its own blocks have begun (`griddepcontrol.launch_dependents`).  The next kernel first
-reads memory that no kernel of its chain has written so far: weights, and caches of earlier calls or iterations.  Then it waits
-until the previous kernel has ended and its writes are visible (`griddepcontrol.wait`).  Everything else comes after the wait.  A
-kernel ends after its wait, so the third kernel may rely on the first.  The first one of a chain begins when all earlier nodes have
-ended.
+Consecutive kernels in which each may begin before the previous one has ended are called a chain.  The first kernel of a chain
+begins when all earlier nodes have ended.  The next kernel may begin when every block of a kernel has executed
+`griddepcontrol.launch_dependents`.
 
-Products on tensor cores begin when all earlier nodes have ended, as without this feature.  They have large blocks, about one per
-multiprocessor, and read in a loop, so they could do nothing before the wait.  When they began early, a step of Llama-8B with 32
-lanes took 8.8 ms, and 7.4 ms otherwise; its kernels alone add up to 7.2 ms (H100).  Probably their blocks were distributed
-unevenly.
+A later kernel first reads memory that no kernel of its chain has written so far: weights, and caches of earlier calls or
+iterations.  Then it waits until the previous kernel has ended and its writes are visible (`griddepcontrol.wait`).  All other reads
+and all writes come after the wait.  No kernel ends before its wait is over.  So when kernel 2 has ended, kernel 1 has ended too,
+and kernel 3 may read what both wrote.
 
-A kernel may let the next one begin only if that one waits.  A kernel without a wait after such a kernel read stale bytes, although
-their edge was a full dependency (the condition of a loop; H200, driver 580.159).
+Matrix products on tensor cores always begin when all earlier nodes have ended.  They have large blocks, about one per
+multiprocessor, and load their operands in a loop.  So there is no work that they could do before the wait.  When they began early,
+a step of Llama-8B with 32 lanes took 8.8 ms, and 7.4 ms otherwise; its kernels alone add up to 7.2 ms (H100).  Probably their
+blocks were distributed unevenly.
+
+A kernel may allow the next one to begin only if the next one waits.  Without the wait, the next kernel read stale bytes, although
+the edge between the two was a full dependency.  It was the kernel that sets the condition of a loop (H200, driver 580.159).
 
 Sources: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, `griddepcontrol`.
 """
@@ -39,18 +42,18 @@ from ..lowered import (
     SetCondition,
 )
 
-LOWEST = 90
+MIN_CAPABILITY = 90
 """The lowest compute capability with programmatic dependent launch."""
 
 WAIT, BEGIN_NEXT = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
-OWN = "gdc_", "griddepcontrol"
+USES_FEATURE = "gdc_", "griddepcontrol"
 """Text in the source of kernels that use the feature themselves."""
 
-ALONE = "launch_cooperative_grid", "num_ctas"
+CO_SCHEDULED = "launch_cooperative_grid", "num_ctas"
 """Options of kernels whose blocks must run at the same time.  These kernels are not changed."""
 
-PRODUCT = "tl.dot("
+MATRIX_PRODUCT = "tl.dot("
 """Text in the source of kernels for tensor cores."""
 
 LOAD = "tl.load"
@@ -62,30 +65,30 @@ EARLY = {"tl.program_id", "tl.arange", "tl.full", "tl.broadcast_to", LOAD}
 def begin_early(program: LoweredProgram) -> LoweredProgram:
     """Returns the program with overlapping consecutive launches, where both kernels allow it."""
     lowered = program.lowered
-    able = [_can_take_part(variant) for variant in lowered.variants]
-    # weights and inputs that the program does not write to, even if kernels pass their pointers on
+    eligible = [_can_take_part(variant) for variant in lowered.variants]
+    # weights and inputs that the program does not write to.  `_only_read` misses them if a kernel passes their pointers on
     read_only = {number for number, buffer in enumerate(lowered.buffers) if buffer.kind != TEMPORARY} - set(lowered.written)
     read = [_only_read(variant) for variant in lowered.variants]
     begin_next: set[int] = set()
-    settled: dict[int, set[str]] = {}  # launch that waits -> its arguments that the chain has not written to
+    unwritten: dict[int, set[str]] = {}  # launch that waits -> its arguments whose buffers the chain has not written
     for region in program.regions:
-        before = -1  # the previous launch, if its kernel is able
+        previous = -1  # the previous launch, if its kernel can be in a chain
         changed: set[int] = set()  # buffers that the chain may have written to
         for number in range(region.start, region.stop):
             event = lowered.events[number]
             if not _is_node(event):
                 continue
-            if before >= 0 and _waits(lowered, event, able):
-                begin_next.add(before)
-                settled[number] = {name for name, buffer in _pointers(lowered, event) if buffer not in changed}
+            if previous >= 0 and _waits(lowered, event, eligible):
+                begin_next.add(previous)
+                unwritten[number] = {name for name, buffer in _pointers(lowered, event) if buffer not in changed}
             else:
                 changed = set()
-            if isinstance(event, Launch) and able[event.variant]:
-                before = number
+            if isinstance(event, Launch) and eligible[event.variant]:
+                previous = number
                 changed |= {buffer for name, buffer in _pointers(lowered, event) if name not in read[event.variant]} - read_only
             else:
-                before = -1
-    return replace(program, lowered=_overlapping(lowered, begin_next, settled))
+                previous = -1
+    return replace(program, lowered=_overlapping(lowered, begin_next, unwritten))
 
 
 def _is_node(event: Event) -> bool:
@@ -102,30 +105,31 @@ def _is_node(event: Event) -> bool:
     return True
 
 
-def _waits(lowered: Lowered, event: Event, able: Sequence[bool]) -> bool:
+def _waits(lowered: Lowered, event: Event, eligible: Sequence[bool]) -> bool:
     if isinstance(event, Launch):
-        return able[event.variant] and PRODUCT not in lowered.variants[event.variant].source
+        return eligible[event.variant] and MATRIX_PRODUCT not in lowered.variants[event.variant].source
     return isinstance(event, SetCondition)
 
 
 def _can_take_part(variant: KernelVariant) -> bool:
     options, function = dict(variant.options), _function(variant)
-    alone = options.get(ALONE[0], False) or options.get(ALONE[1], 1) != 1
-    return not alone and function is not None and not any(instruction in variant.source for instruction in OWN)
+    co_scheduled = options.get(CO_SCHEDULED[0], False) or options.get(CO_SCHEDULED[1], 1) != 1
+    return not co_scheduled and function is not None and not any(instruction in variant.source for instruction in USES_FEATURE)
 
 
-def _overlapping(lowered: Lowered, begin_next: Collection[int], settled: Mapping[int, set[str]]) -> Lowered:
-    """Gives a kernel one variant for each role in a chain: first, follower, or both.  `settled`: for launches that wait, the
-    arguments that the chain has not written to.  A variant reads early the arguments that are settled in all its launches."""
-    parts = [(event.variant, number in settled, number in begin_next) for number, event in _launches(lowered)]
+def _overlapping(lowered: Lowered, begin_next: Collection[int], unwritten: Mapping[int, set[str]]) -> Lowered:
+    """Makes a variant of a kernel for each role in a chain: whether it waits, and whether it lets the next kernel begin.
+    `unwritten`: for launches that wait, the arguments whose buffers the chain has not written.  A variant reads an argument before
+    its wait only if the argument is unwritten in all launches of the variant."""
+    roles = [(event.variant, number in unwritten, number in begin_next) for number, event in _launches(lowered)]
     early: dict[tuple[int, bool, bool], set[str]] = {}
-    for part, (number, _) in zip(parts, _launches(lowered), strict=True):
-        settled_names = settled.get(number, set())
-        early[part] = early.get(part, settled_names) & settled_names
-    places = {part: place for place, part in enumerate(early)}
+    for role, (number, _) in zip(roles, _launches(lowered), strict=True):
+        unwritten_names = unwritten.get(number, set())
+        early[role] = early.get(role, unwritten_names) & unwritten_names
+    places = {role: place for place, role in enumerate(early)}
     events = list(lowered.events)
-    for part, (number, event) in zip(parts, _launches(lowered), strict=True):
-        events[number] = replace(event, variant=places[part])
+    for role, (number, event) in zip(roles, _launches(lowered), strict=True):
+        events[number] = replace(event, variant=places[role])
     variants = [_in_chain(lowered.variants[variant], names, waits, begins) for (variant, waits, begins), names in early.items()]
     return replace(lowered, variants=tuple(variants), events=tuple(events))
 
@@ -143,7 +147,7 @@ def _pointers(lowered: Lowered, event: Event) -> list[tuple[str, int]]:
     return [(name, value.buffer) for name, value in named_arguments if isinstance(value, Pointer)]
 
 
-def _in_chain(variant: KernelVariant, settled: Collection[str], waits: bool, begins_next: bool) -> KernelVariant:
+def _in_chain(variant: KernelVariant, unwritten: Collection[str], waits: bool, begins_next: bool) -> KernelVariant:
     function = _function(variant)
     if function is None or not (waits or begins_next):
         return variant
@@ -151,7 +155,7 @@ def _in_chain(variant: KernelVariant, settled: Collection[str], waits: bool, beg
     starts = [body[0].lineno, *[_end(statement) + 1 for statement in body[:-1]]]
     texts = [lines[start - 1 : _end(statement)] for start, statement in zip(starts, body, strict=True)]
     pointers = {name for name, type_ in variant.signature if type_.startswith("*")}
-    early = _early(function, pointers - set(settled)) if waits else set()
+    early = _early(function, pointers - set(unwritten)) if waits else set()
     body_lines = [line for number in sorted(early) for line in texts[number]]
     body_lines += [" " * body[0].col_offset + line for line, needed in ((BEGIN_NEXT, begins_next), (WAIT, waits)) if needed]
     body_lines += [line for number, text in enumerate(texts) if number not in early for line in text]
@@ -174,8 +178,8 @@ def _end(statement: ast.stmt) -> int:
 
 
 def _early(function: ast.FunctionDef, written: Collection[str]) -> set[int]:
-    """Returns the positions of statements that compute an index or load from one.  Stops at the first statement that is no
-    assignment to a name.  `written`: arguments that must not be read yet."""
+    """Returns the positions of statements that may come before the wait: they compute an index, or load from an address.  Stops at
+    the first statement that is not an assignment to a name.  `written`: arguments that must not be read yet."""
     stores = _names(function, ast.Store)
     unknown = {*written, *stores}
     early: set[int] = set()

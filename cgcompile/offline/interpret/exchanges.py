@@ -50,7 +50,7 @@ def exchange(memory: Memory, sent: Transfer, node: KernelNode) -> Steps[None]:
     memory.span(target.memory, target.offset, len(output), "writes")[...] = output
 
 
-def together(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
+def run_ranks(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
     """Runs all ranks to their ends.  Raises collectives-unlike if the ranks do not reach equal collectives."""
     ended: dict[int, Result] = {}
     received: list[Sequence[bytes] | None] = [None] * len(ranks)

@@ -24,18 +24,19 @@ from ...util.workers import serve
 from ..assemble.block_reader import arguments, check_order, programs
 from . import front_end, libdevice
 from .builder import Builder
-from .exchanges import Steps, exchange, together
+from .exchanges import Steps, exchange, run_ranks
 from .interpret import Outcome, Task
 from .launch import launch
 from .memory import Memory
 from .values import Array
 
-TURNS = 1 << 20
+MAX_ITERATIONS = 1 << 20
 """The number of iterations after which a loop counts as endless."""
 
 
 def execute(task: Task) -> Outcome:
-    """Runs all rows of all stages in order, with all ranks in parallel.  Call it once per process, because it changes Triton."""
+    """Runs all rows of all stages in order, with all ranks in parallel.  Call it once per process, because it replaces parts of
+    Triton."""
     ranks = (task, *task.others)
     memories = []
     for rank in ranks:
@@ -48,7 +49,7 @@ def execute(task: Task) -> Outcome:
     libdevice.install(builder, control_flow.semantic)
     kernels = [_Kernels(memory, rank, builder, control_flow) for memory, rank in zip(memories, ranks, strict=True)]
     began = time.monotonic()
-    read = together([_stages(memory, table, rank) for memory, table, rank in zip(memories, kernels, ranks, strict=True)], task.key)
+    read = run_ranks([_stages(memory, table, rank) for memory, table, rank in zip(memories, kernels, ranks, strict=True)], task.key)
     seconds = time.monotonic() - began
     first, *others = [Outcome(key=tuple(task.key), read=tuple(contents), seconds=seconds) for contents in read]
     return replace(first, others=tuple(others))
@@ -58,13 +59,13 @@ def _stages(memory: Memory, kernels: _Kernels, task: Task) -> Steps[list[bytes]]
     """Runs the stages of one rank and returns the contents that it reads."""
     read: list[bytes] = []
     for stage in task.stages:
-        memory.where = f"int_key {task.key}, what it is given"
+        memory.where = f"the copy to the inputs of int_key {task.key}"
         for value, contents in stage.inputs:
             view = _view(memory, value, "writes")
             view[...] = np.frombuffer(contents, view.dtype).reshape(view.shape)
         if stage.recording:
             yield from _run(memory, kernels, stage.recording)
-        memory.where = f"int_key {task.key}, its outputs"
+        memory.where = f"the copy of the outputs of int_key {task.key}"
         read += [_view(memory, value, "reads").tobytes() for value in stage.read]
     return read
 
@@ -82,27 +83,29 @@ def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> Steps[None]
                     target = node.relocations[0].target
                     conditions[conditionals[handle.conditional]] = int(memory.span(target.memory, target.offset, 1)[0])
                 case ConditionalNode(type="while", bodies=(body,)):
-                    for turn in count():
+                    for iteration in count():
                         if not conditions[row]:
                             break
-                        if turn == TURNS:
-                            raise BuildError("proof-failed", f"the loop of row {row} has not ended after {TURNS} turns")
+                        if iteration == MAX_ITERATIONS:
+                            raise BuildError(
+                                "proof-failed", f"the loop of row {row} has not ended after {MAX_ITERATIONS} iterations"
+                            )
                         yield from run(body + 1)
                 case ConditionalNode(type=kind, bodies=bodies):
                     chosen = conditions[row] if kind == "switch" else int(not conditions[row])
                     for body in bodies[chosen : chosen + 1]:
                         yield from run(body + 1)
                 case KernelNode() as node if (fill := memset_of(recording.functions[node.function], node)) is not None:
-                    _set(memory, fill, f"memset, row {row}")
+                    _memset(memory, fill, f"memset, row {row}")
                 case KernelNode() as node if (sent := transfer_of(recording.functions[node.function], node)) is not None:
                     memory.where = f"collective, row {row}"
                     yield from exchange(memory, sent, node)
                 case KernelNode() as node:
                     kernels.launch(row, recording.functions[node.function], node)
                 case MemsetNode() as node:
-                    _set(memory, node, f"memset, row {row}")
+                    _memset(memory, node, f"memset, row {row}")
                 case MemcpyNode() as node:
-                    _copy(memory, node, f"memcpy, row {row}")
+                    _memcpy(memory, node, f"memcpy, row {row}")
                 case EmptyNode():
                     pass
 
@@ -110,8 +113,9 @@ def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> Steps[None]
 
 
 class _Kernels:
-    """Launches kernels by row; reads every kernel's source once.  `widest`: the result of each kernel's last `launch`.  `builder`:
-    runs the kernels; its memory is set before each launch."""
+    """Launches the kernels of one rank, and executes the source of each kernel only once.  `widest`: for each kernel, the number of
+    elements of its widest value, as its last `launch` returned it.  `builder`: runs the kernels; its memory is set before each
+    launch."""
 
     def __init__(self, memory: Memory, task: Task, builder: Builder, control_flow: front_end.ControlFlow) -> None:
         self.memory = memory
@@ -142,7 +146,7 @@ class _Kernels:
 
 
 def _fill(memory: Memory, task: Task) -> None:
-    """Loads the weights, except those only for the host, and the initial state; everything else stays poison."""
+    """Loads the weights and the initial state, but not weights that only the host reads.  All other memory keeps its poison."""
     for path, placed in task.weights:
         for row in [row for row in placed if row.zeros]:
             memory.span(MEMORIES.index(row.memory), row.offset, span(row), "writes")[...] = 0
@@ -165,7 +169,7 @@ def _view(memory: Memory, value: Value, verb: str) -> Array:
     return np.lib.stride_tricks.as_strided(flat, value.shape, [stride * item for stride in value.strides])
 
 
-def _set(memory: Memory, node: MemsetNode, where: str) -> None:
+def _memset(memory: Memory, node: MemsetNode, where: str) -> None:
     memory.where = where
     pattern = np.frombuffer(node.value.to_bytes(8, "little")[: node.element], np.uint8)
     for line in range(node.height):
@@ -174,7 +178,7 @@ def _set(memory: Memory, node: MemsetNode, where: str) -> None:
         content.reshape(node.width, node.element)[...] = pattern
 
 
-def _copy(memory: Memory, node: MemcpyNode, where: str) -> None:
+def _memcpy(memory: Memory, node: MemcpyNode, where: str) -> None:
     memory.where = where
     for layer in range(node.depth):
         for line in range(node.height):

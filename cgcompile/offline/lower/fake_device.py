@@ -1,8 +1,8 @@
 """A fake device: makes torch and Triton use a GPU that is not present.
 
 The replaced names of torch and Triton are listed here with the reason, and restored at the end.  A GPU that is present is hidden
-from the process, so torch must not have looked for GPUs before.  Private interfaces, tested with torch 2.11 (triton 3.6) and 2.13
-(triton 3.7): the names in `_replacements`, `_cached`, `_interfaces` and `_device_guard`.
+from the process, so torch must not have initialized CUDA or counted GPUs before.  Private interfaces, tested with torch 2.11
+(triton 3.6) and 2.13 (triton 3.7): the names in `_replacements`, `_cached`, `_interfaces` and `_device_guard`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TESTED = "torch 2.11 and 2.13, triton 3.6 and 3.7"
 CUDA = "13.0"
 """The CUDA version that torch reports."""
 
-METHODS = 64
-"""More than the number of methods of a torch device guard."""
+VTABLE_ENTRIES = 64
+"""Size of the fake table of C++ methods.  A torch device guard has fewer methods."""
 
 CUDA_TYPE = 1
 """c10::DeviceType::CUDA."""
@@ -36,18 +36,19 @@ CUDA_TYPE = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """A name of torch or Triton and its replacement.  `absent`: builds of torch without CUDA lack the name."""
+    """A name of torch or Triton and its replacement.  `may_be_absent`: builds of torch without CUDA lack the name."""
 
     owner: str
     name: str
     value: Any
     why: str
-    absent: bool = False
+    may_be_absent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSource:
-    """A kernel of a wrapper, neither loaded nor compiled: the module text that Inductor wrote, and its function's name."""
+    """A Triton kernel that is neither loaded nor compiled.  `text`: the Python module that Inductor wrote.  `name`: the kernel's
+    function in it."""
 
     name: str
     text: str
@@ -60,7 +61,7 @@ def fake_device(arch: Arch) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
         if torch.cuda.is_initialized() or torch.cuda.device_count():
-            text = "this process has looked for GPUs already and sees one, so it cannot be hidden any more"
+            text = "torch already sees a GPU in this process, so the GPU cannot be hidden any more"
             raise BuildError("gpu-visible", text)
         caches = [_find(owner, name) for owner, name in _cached()]
         for cached in caches:
@@ -68,9 +69,9 @@ def fake_device(arch: Arch) -> Iterator[None]:
             stack.callback(cached.cache_clear)
         for row in _replacements(arch):
             owner = _find(row.owner)
-            if not (row.absent or hasattr(owner, row.name)):
+            if not (row.may_be_absent or hasattr(owner, row.name)):
                 raise _lacks(f"{row.owner}.{row.name}", row.why)
-            stack.enter_context(mock.patch.object(owner, row.name, row.value, create=row.absent))
+            stack.enter_context(mock.patch.object(owner, row.name, row.value, create=row.may_be_absent))
         stack.enter_context(_interfaces())
         stack.enter_context(_device_guard())
         yield
@@ -87,40 +88,53 @@ def _replacements(arch: Arch) -> list[Replacement]:
         # queries of Inductor about the GPU
         (cuda, "is_available", lambda: True, "Inductor lowers for cuda"),
         (cuda, "device_count", lambda: 1, "there is one GPU"),
-        (cuda, "current_device", lambda: 0, "and it is the current one"),
+        (cuda, "current_device", lambda: 0, "the only GPU is the current one"),
         (cuda, "get_device_properties", lambda device=None: properties, "heuristics read multiprocessors and memory"),
-        (cuda, "get_device_capability", lambda device=None: (arch.major, arch.minor), "what the code may use"),
-        (cuda, "get_device_name", lambda device=None: arch.gpu, "it is part of keys and reports"),
+        (
+            cuda,
+            "get_device_capability",
+            lambda device=None: (arch.major, arch.minor),
+            "Inductor and Triton use the features of this capability",
+        ),
+        (cuda, "get_device_name", lambda device=None: arch.gpu, "cache keys and reports contain the name"),
         (cuda, "is_bf16_supported", lambda including_emulation=True: True, "every target has bfloat16"),
         (cuda, "is_tf32_supported", lambda: True, "every target has tf32"),
         # calls that would initialize a GPU
-        (cuda, "_lazy_init", lambda: None, "no context is made"),
-        (cuda, "is_initialized", lambda: False, "nor is there one"),
-        (cuda, "synchronize", lambda device=None: None, "nothing runs"),
+        (cuda, "_lazy_init", lambda: None, "no CUDA context may be created"),
+        (cuda, "is_initialized", lambda: False, "no CUDA context exists"),
+        (cuda, "synchronize", lambda device=None: None, "nothing runs that could be waited for"),
         (cuda, "set_device", lambda device: None, "generated code selects the device"),
         (cuda, "device", lambda device: contextlib.nullcontext(), "lowering runs with the device selected"),
         (cuda, "_DeviceGuard", lambda index: contextlib.nullcontext(), "generated code runs with the device selected"),
-        (cuda, "get_rng_state", lambda device="cuda": state, "Inductor keeps the random state of every device"),
-        (cuda, "set_rng_state", lambda new_state, device="cuda": None, "and puts it back"),
-        (cuda + ".random", "get_rng_state", lambda device="cuda": state, "the same under its other name"),
-        (cuda + ".random", "set_rng_state", lambda new_state, device="cuda": None, "the same under its other name"),
-        (fake, "init_gpu_context", lambda device: None, "fake tensors allocate one real tensor on their device"),
-        (fake + ".FakeTensorMode", "avoid_device_init", True, "literals stay on the CPU until they are moved"),
-        ("torch.version", "cuda", CUDA, "the same code whichever build of torch makes it"),
+        (cuda, "get_rng_state", lambda device="cuda": state, "Inductor saves the random state of every device"),
+        (cuda, "set_rng_state", lambda new_state, device="cuda": None, "Inductor restores the random state of every device"),
+        (cuda + ".random", "get_rng_state", lambda device="cuda": state, "torch.cuda.get_rng_state by its second name"),
+        (cuda + ".random", "set_rng_state", lambda new_state, device="cuda": None, "torch.cuda.set_rng_state by its second name"),
+        (fake, "init_gpu_context", lambda device: None, "fake tensors would allocate a real tensor on the GPU"),
+        (fake + ".FakeTensorMode", "avoid_device_init", True, "a tensor literal would initialize the GPU"),
+        ("torch.version", "cuda", CUDA, "the generated code must not depend on the build of torch"),
         # calls that would compile, load or measure kernels
         ("torch._inductor.async_compile.AsyncCompile", "triton", _keep_source, "kernels are compiled later, all at once"),
         (
             "torch._inductor.select_algorithm.AlgorithmSelectorCache",
             "make_precompile_fn",
             _refuse("compile candidates of a template to measure them"),
-            "templates get one candidate each",
+            "each template has one candidate, so none is measured",
         ),
-        ("torch._inductor.runtime.triton_helpers", "set_driver_to_gpu", lambda: None, "a kernel's module would load it when read"),
+        (
+            "torch._inductor.runtime.triton_helpers",
+            "set_driver_to_gpu",
+            lambda: None,
+            "the module of a kernel would load the CUDA driver",
+        ),
         ("triton.runtime.driver.driver", "_active", _Driver(arch), "Triton would load the CUDA driver"),
     ]
     fakes = [Replacement(owner=owner, name=name, value=value, why=why) for owner, name, value, why in rows]
     stream = "_cuda_getCurrentRawStream"
-    return [*fakes, Replacement(owner="torch._C", name=stream, value=lambda index: 0, why="generated code imports it", absent=True)]
+    return [
+        *fakes,
+        Replacement(owner="torch._C", name=stream, value=lambda index: 0, why="generated code imports it", may_be_absent=True),
+    ]
 
 
 def _cached() -> list[tuple[str, str]]:
@@ -164,7 +178,8 @@ def device_properties(arch: Arch) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def _interfaces() -> Iterator[None]:
-    """Registers "cuda" in Inductor's table of devices with the replacements above.  Earlier entries refer to the real functions."""
+    """Registers "cuda" in Inductor's table of devices with the replacements above.  torch's own entries hold references to the
+    original functions."""
     module = _find("torch._dynamo.device_interface")
     for name in ("CudaInterface", "device_interfaces", "init_device_reg", "register_interface_for_device"):
         if not hasattr(module, name):
@@ -211,7 +226,7 @@ def _device_guard() -> Iterator[None]:
     register.argtypes = [ctypes.c_void_p, ctypes.c_byte, ctypes.c_void_p]
     register.restype = replace.restype = None
     returns_zero = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
-    table = (ctypes.c_void_p * METHODS)(*[ctypes.cast(returns_zero, ctypes.c_void_p).value] * METHODS)
+    table = (ctypes.c_void_p * VTABLE_ENTRIES)(*[ctypes.cast(returns_zero, ctypes.c_void_p).value] * VTABLE_ENTRIES)
     guard = ctypes.c_void_p(ctypes.addressof(table))  # a C++ object begins with a pointer to its methods
     registrar = ctypes.create_string_buffer(64)
     register(registrar, CUDA_TYPE, ctypes.addressof(guard))
@@ -223,7 +238,7 @@ def _device_guard() -> Iterator[None]:
 
 
 class _Driver:
-    """Replaces Triton's CUDA driver.  It only knows its target."""
+    """Replaces Triton's CUDA driver.  It reports the target of the compilation and the device, and nothing else."""
 
     def __init__(self, arch: Arch) -> None:
         self._arch = arch

@@ -25,7 +25,7 @@ from ...targets.program_contents import program_contents, tensor_layout
 from ...util.content_cache import cache_path, recall, remember
 from ...util.garbage_collection import quick_imports
 from ...util.progress import Tell
-from ...util.workers import Kind, Request, ask, processors, side_by_side
+from ...util.workers import Kind, Request, ask, processors, run_forked
 from ..lowered import Lowered
 from .worker_job import Layouts, WorkerJob, program_of
 
@@ -141,7 +141,7 @@ def _forked(
 
     names, limit = list(contents), 2 * processors()
     works = {number: partial(lower, names[number::limit]) for number in range(min(limit, len(names)))}
-    outcomes = side_by_side(works, dict.fromkeys(works, tell), folder, "lowering-broken")
+    outcomes = run_forked(works, dict.fromkeys(works, tell), folder, "lowering-broken")
     return {name: lowered for results in outcomes.values() for name, lowered in results.items()}
 
 

@@ -30,7 +30,7 @@ from ...transforms.output_aliases import with_aliases
 from ...util.disk_space import size
 from ...util.progress import Stages, Tell, named_tells
 from ...util.scratch import scratch_folder
-from ...util.workers import processors, side_by_side
+from ...util.workers import processors, run_forked
 from ..build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
 from ..instruction_sets import Level, level_of
 from ..kernels.operator_calls import without_python
@@ -152,7 +152,7 @@ def _compile_all(
         import_inductor()
         if begun is not None:
             begun.wait()
-        shared_objects = side_by_side(works, {name: tells[name[0]] for name in works}, scratch, "worker-died")
+        shared_objects = run_forked(works, {name: tells[name[0]] for name in works}, scratch, "worker-died")
     else:
         shared_objects = {name: work(tells[name[0]]) for name, work in works.items()}
     for (number, key), compiled in shared_objects.items():

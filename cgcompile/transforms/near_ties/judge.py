@@ -29,7 +29,7 @@ class Seen:
     """The results of calls: the outputs of each, in order, and what is compared after the last, as in `self_test_tensors`."""
 
     calls: tuple[tuple[Tensor, ...], ...]
-    left: tuple[Tensor, ...]
+    compared: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +65,8 @@ def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
         if alternative is None:
             return None
         trial = alternative
-    counts = tuple([_counted(trial, tensor) for tensor in trial.eager.left])
-    expected = tuple([tensor.detach() for tensor in trial.eager.left])
+    counts = tuple([_counted(trial, tensor) for tensor in trial.eager.compared])
+    expected = tuple([tensor.detach() for tensor in trial.eager.compared])
     return Verdict(differences=trial.differences, expected=expected, indices=counts)
 
 
@@ -75,7 +75,7 @@ def near_ties(run: Run, floor: float = 0.0) -> tuple[float, ...]:
     processor, rounding may select that one.  `floor`: as in `judged`."""
     guided = GuidedRun({}, floor, ties=True)
     with torch.no_grad(), guided:
-        tensors = run().left
+        tensors = run().compared
     return tuple([_tied(guided, tensor) / max(1, tensor.numel()) for tensor in tensors])
 
 
@@ -84,8 +84,8 @@ def judged_beside(
 ) -> Verdict | None:
     """Runs `judged` on the exported program, where `expected` are results of the user's model.  These must agree with `run` as
     well."""
-    last = got.left[: len(got.calls[-1])]
-    model = Seen(calls=(tuple(expected[: len(last)]),), left=tuple(expected))
+    last = got.compared[: len(got.calls[-1])]
+    model = Seen(calls=(tuple(expected[: len(last)]),), compared=tuple(expected))
     return judged(run, got, bounds, floor) if judged(run, model, bounds, floor) else None
 
 
@@ -102,14 +102,14 @@ def _trial(run: Run, got: Seen, wanted: Wanted, floor: float, explore: bool = Fa
     guided = GuidedRun(wanted, floor, explore)
     with torch.no_grad(), guided:
         eager = run()
-    pairs = zip(eager.left, got.left, strict=True)
+    pairs = zip(eager.compared, got.compared, strict=True)
     return _Trial(guided=guided, eager=eager, differences=tuple([compare(want.to(other.device), other) for want, other in pairs]))
 
 
 def _read(trial: _Trial, got: Seen) -> dict[int, Tensor]:
     """Returns the choices of the compiled program, as far as they reach its results, or {} if this run made the same."""
-    ours = [tensor for call in trial.eager.calls[-len(got.calls) :] for tensor in call] + list(trial.eager.left)
-    theirs = [tensor for call in got.calls for tensor in call] + list(got.left)
+    ours = [tensor for call in trial.eager.calls[-len(got.calls) :] for tensor in call] + list(trial.eager.compared)
+    theirs = [tensor for call in got.calls for tensor in call] + list(got.compared)
     selections = trial.guided.selections
     equal: list[tuple[Tensor, Tensor]] = []
     different: list[tuple[Tensor, Tensor]] = []

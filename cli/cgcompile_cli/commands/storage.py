@@ -112,5 +112,5 @@ def _tell_transfer(place: str, total: int, moved: int, as_json: bool) -> None:
     if as_json:
         write_json({"path": place, "bytes": total, "moved": moved})
     else:
-        say(f"{place}: {size(total)}, {size(moved)} of it travelled now")
+        say(f"{place}: {size(total)}, {size(moved)} transferred")
         typer.echo(place)

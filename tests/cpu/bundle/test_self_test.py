@@ -27,12 +27,12 @@ def test_a_replay_becomes_tensors_and_runs_of_state(tmp_path: Path) -> None:
     program = whole_program("graph", (2,), [value("float32", (2, 3)), value("int64", (0,))], [value("bool", (2,))])
     changed = changes(cache.reshape(-1), after.reshape(-1))
     raw = [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in (x, kept, x + 1, *changed)]
-    replay = ReplayedBytes(inputs=(raw[0], b""), outputs=(raw[1],), written=(raw[2],), state=(("model.cache", raw[3], raw[4]),))
+    replay = ReplayedBytes(inputs=(raw[0], b""), outputs=(raw[1],), mutated=(raw[2],), state=(("model.cache", raw[3], raw[4]),))
     row = Weight(name="cache", tensor="cache", dtype="bfloat16", shape=(2, 4), strides=(4, 1), memory="state", offset=0)
     prepared = SimpleNamespace(weights={"model.cache": cache}, written=(0,))
     (self_test,) = replayed_self_test([program], {(2,): replay}, prepared, [row])  # type: ignore[arg-type]
     assert torch.equal(self_test.inputs[0], x) and self_test.inputs[1].shape == (0,) and torch.equal(self_test.outputs[0], kept)
-    assert [(index, tensor.tolist()) for index, tensor in self_test.written] == [(0, (x + 1).tolist())]
+    assert [(index, tensor.tolist()) for index, tensor in self_test.mutated] == [(0, (x + 1).tolist())]
     ((index, runs, elements),) = self_test.state
     assert (index, runs.tolist(), elements.tolist()) == (0, [[4, 2]], [3, 3])
     write_self_test(tmp_path / "exam.safetensors", {"forward": [self_test]})

@@ -65,7 +65,7 @@ def test_a_graph_whose_nodes_torch_did_not_keep_is_refused() -> None:
 def test_what_is_no_tensor_of_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [])
     for tensor in (torch.ones(2), 3, torch.ones(2).to_sparse()):
-        with raises("tensor-refused", match="tensor 'x' is no dense tensor of torch on a GPU"):
+        with raises("tensor-refused", match="tensor 'x' is not a dense torch tensor on a GPU"):
             memory.engine_memory({"x": tensor}, [])
     with raises("tensor-refused", match="has a name that is not printable, or longer than"):
         memory.engine_memory({"a\nb": torch.ones(2)}, [])

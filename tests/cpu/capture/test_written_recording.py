@@ -100,7 +100,7 @@ def test_the_self_test_holds_what_the_replay_leaves_in_the_inputs(case: tuple[An
     self_test = examined(loaded, monkeypatch)
     fresh = loaded.calls[KEY][1][0]
     outputs, after = eager(network, fresh)
-    assert all(difference.error == 0 for difference in self_test.differences) and self_test.written == tuple(
+    assert all(difference.error == 0 for difference in self_test.differences) and self_test.mutated == tuple(
         [row_major(after[index]) for index in loaded.request.written[KEY]]
     )
     assert self_test.outputs == tuple([row_major(output) for output in outputs])

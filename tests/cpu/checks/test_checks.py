@@ -635,10 +635,10 @@ def test_a_loop_without_bound_is_told_with_its_line_where_torch_export_stops_too
 
     def stopped(*_args: Any, **_options: Any) -> Any:
         turns = TooManyTurns("solver.py:7", "while t < end:", ", called from model.py:3")
-        refused = PathsRefused("data-dependent-branch", turns, "nothing bounds the turns of this loop", "take fixed steps")
-        raise ModelError("data-dependent-branch", "solver.py:7: nothing bounds the turns of this loop", refused.hint) from refused
+        refused = PathsRefused("data-dependent-branch", turns, "this loop has no known bound", "take fixed steps")
+        raise ModelError("data-dependent-branch", "solver.py:7: this loop has no known bound", refused.hint) from refused
 
     monkeypatch.setattr("cgcompile.pipeline.check.export", stopped)
     (finding,) = cgcompile.check(nn.Identity(), lambda: torch.ones(4)).findings
     assert (finding.where, finding.source, finding.fix) == ("solver.py:7", "while t < end:", "take fixed steps")
-    assert finding.message == "nothing bounds the turns of this loop, called from model.py:3"
+    assert finding.message == "this loop has no known bound, called from model.py:3"

@@ -50,7 +50,7 @@ class Elsewhere(nn.Parameter):
 def test_a_parameter_that_keeps_its_elements_elsewhere_is_named() -> None:
     model = Model(lambda m, x: x + 1)
     model.s = Elsewhere(torch.ones(8))
-    with raises("dtype-unsupported", match="weight 's' is a Elsewhere, which does not say how its elements lie in memory"):
+    with raises("dtype-unsupported", match="weight 's' is a Elsewhere, which has no strides"):
         report(model)
 
 

@@ -60,7 +60,7 @@ def recorded(recordable: Recordable, name: str, **changes: Any) -> Recorded:
         recording = Recording(key=key, functions=(), nodes=(copy,), edges=())
         arena = target + align(size) + PAD
         graphs[key] = (RecordedGraph(recording=recording, inputs=(operand,), outputs=(result,), arena=arena),)
-        contents = ReplayedBytes(inputs=recordable.inputs[key], outputs=recordable.inputs[key], written=(), state=())
+        contents = ReplayedBytes(inputs=recordable.inputs[key], outputs=recordable.inputs[key], mutated=(), state=())
         replays[key] = Replay(contents=contents, deterministic=True, differences=(Difference(error=0.0, text=""),))
     tables = (Table(offset=layout.weights_end, contents=name.encode()),)
     result = Recorded(

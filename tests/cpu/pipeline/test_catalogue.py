@@ -341,7 +341,7 @@ def test_a_gpu_where_none_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from cgcompile.targets.architectures import ARCHES
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with raises("gpu-visible", match="sees one"), fake_device(ARCHES[0]):
+    with raises("gpu-visible", match="already sees a GPU"), fake_device(ARCHES[0]):
         pass
 
 

@@ -50,13 +50,13 @@ def run_of(then: Callable[..., object], ahead: float = TIE, draws: bool = False)
             outputs = tuple([tensor.clone() for tensor in module(torch.ones(1))])
         finally:
             module.snapshot.restore()
-        return Seen(calls=(outputs,), left=outputs)
+        return Seen(calls=(outputs,), compared=outputs)
 
     return run
 
 
 def bounds(seen: Seen) -> list[ErrorBound]:
-    exact = [not tensor.is_floating_point() for tensor in seen.left]
+    exact = [not tensor.is_floating_point() for tensor in seen.compared]
     return [ErrorBound(title=f"output {n}", bound=0.0 if flag else 1e-4, exact=flag, rounded=True) for n, flag in enumerate(exact)]
 
 
@@ -69,9 +69,9 @@ def verdict(then: Callable[..., object], ahead: float) -> Verdict | None:
 def changed(then: Callable[..., object], change: Callable[[tuple[Tensor, ...]], None]) -> Verdict | None:
     """Returns the verdict for a wrong program: eager PyTorch's outputs, changed."""
     run = run_of(then)
-    outputs = tuple([tensor.clone() for tensor in run().left])
+    outputs = tuple([tensor.clone() for tensor in run().compared])
     change(outputs)
-    return judged(run, Seen(calls=(outputs,), left=outputs), bounds(Seen(calls=(), left=outputs)))
+    return judged(run, Seen(calls=(outputs,), compared=outputs), bounds(Seen(calls=(), compared=outputs)))
 
 
 def argmax(module: nn.Module, y: Tensor) -> object:
@@ -149,7 +149,7 @@ def raced(module: nn.Module, y: Tensor) -> object:
 @pytest.mark.parametrize("then", [argmax, topk, sort, moved, loop, hidden, beams], ids=lambda function: function.__name__)
 def test_a_choice_among_equal_floats_is_right(then: Callable[..., object]) -> None:
     got = run_of(then, -TIE)()
-    assert any(not torch.equal(one, other) for one, other in zip(got.left, run_of(then)().left, strict=True))
+    assert any(not torch.equal(one, other) for one, other in zip(got.compared, run_of(then)().compared, strict=True))
     assert verdict(then, TIE)
 
 
@@ -162,7 +162,7 @@ def test_a_choice_of_less_is_wrong(then: Callable[..., object]) -> None:
 
 @pytest.mark.parametrize("then", [filtered, narrowed])
 def test_a_filter_that_rounding_decides_explains_a_choice(then: Callable[..., object]) -> None:
-    assert not torch.equal(run_of(then, -TIE)().left[0], run_of(then)().left[0])
+    assert not torch.equal(run_of(then, -TIE)().compared[0], run_of(then)().compared[0])
     assert verdict(then, TIE)
 
 
@@ -170,7 +170,7 @@ def test_the_report_counts_indices_that_differ() -> None:
     got = run_of(argmax, -TIE)()
     judgement = judged(run_of(argmax), got, bounds(got))
     assert judgement and judgement.indices == ((4, 4), (0, 0), (0, 0))
-    assert torch.equal(judgement.expected[0], got.left[0]) and torch.allclose(judgement.expected[1], got.left[1])
+    assert torch.equal(judgement.expected[0], got.compared[0]) and torch.allclose(judgement.expected[1], got.compared[1])
     text = "output 0: 4 of 4 indices differ from eager PyTorch's where the values are equal within tolerance"
     assert indices_text(bounds(got), [judgement.indices]) == text
 
@@ -229,9 +229,9 @@ def test_a_draw_is_judged_by_its_random_number(then: Callable[..., object]) -> N
     run = run_of(then, draws=True)
     got = run()
     assert judged(run, got, bounds(got))
-    ignored = tuple([tensor.flip(0) for tensor in got.left])
-    assert not torch.equal(ignored[0], got.left[0])
-    assert judged(run, Seen(calls=(ignored,), left=ignored), bounds(got)) is None
+    ignored = tuple([tensor.flip(0) for tensor in got.compared])
+    assert not torch.equal(ignored[0], got.compared[0])
+    assert judged(run, Seen(calls=(ignored,), compared=ignored), bounds(got)) is None
 
 
 def test_a_draw_at_the_edge_of_an_interval_may_fall_on_either_side() -> None:
@@ -263,8 +263,8 @@ def test_integers_of_another_origin_have_to_be_equal() -> None:
 
 def test_the_users_model_has_to_agree_too() -> None:
     got = run_of(argmax, -TIE)()
-    frozen = tuple([tensor + 1 for tensor in got.left])
-    assert judged_beside(run_of(argmax), run_of(argmax)().left, got, bounds(got))
+    frozen = tuple([tensor + 1 for tensor in got.compared])
+    assert judged_beside(run_of(argmax), run_of(argmax)().compared, got, bounds(got))
     assert judged_beside(run_of(argmax), frozen, got, bounds(got)) is None
 
 

@@ -64,7 +64,7 @@ class Found:
     rest: torch.Tensor | None = None
 
 
-class Taken(nn.Module):
+class DataclassModel(nn.Module):
     """Takes a dataclass, positional and keyword arguments; returns nested dataclasses."""
 
     def forward(self, batch: Batch, *more: torch.Tensor, bias: torch.Tensor, **named: torch.Tensor) -> Found:
@@ -72,8 +72,8 @@ class Taken(nn.Module):
         return Found((x + more[0]).sum(1), {"first": Batch(x, named["own"], 1.0)})
 
 
-def taken(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns (args, kwargs) for `Taken`."""
+def dataclass_inputs(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns (args, kwargs) for `DataclassModel`."""
     record = Batch(torch.randn(batch, 8), torch.ones(batch, 8))
     return (record, torch.randn(batch, 8)), {"bias": torch.randn(8), "own": torch.randn(batch, 8)}
 
@@ -118,12 +118,12 @@ def near_output(actual: Any, expected: Any) -> None:
         near(layer.values, other.values)
 
 
-def check_taken(path: Path, device: str) -> None:
+def check_dataclasses(path: Path, device: str) -> None:
     """Checks that dataclass inputs can be passed as dataclasses or as dicts, and the returned record."""
     with cgbundle.load(path) as program, torch.no_grad():
         for batch in (1, 3, 4):
-            (record, *more), kwargs = taken(batch)
-            expected = Taken()(record, *more, **kwargs)
+            (record, *more), kwargs = dataclass_inputs(batch)
+            expected = DataclassModel()(record, *more, **kwargs)
             moved = Batch(record.x.to(device), record.mask.to(device))
             rest, named = [tensor.to(device) for tensor in more], {name: value.to(device) for name, value in kwargs.items()}
             for argument in (moved, {"x": moved.x, "mask": moved.mask, "scale": 2.0}):

@@ -44,7 +44,7 @@ class Leaf:
 
 
 def grow(shape: Any, leaves: list[Leaf]) -> tuple[dict[str, Any], Any]:
-    """Returns the tree of a shape and a value of that structure. Appends its leaves in order."""
+    """Returns the tree of a shape, and a value of that structure. Appends the leaves of the value to `leaves`, in order."""
     if shape == "tensor":
         leaves.append(Leaf())
         return {"tensor": len(leaves) - 1}, leaves[-1]
@@ -69,9 +69,9 @@ def positional(call: dict[str, Any]) -> list[Parameter]:
 
 
 @given(st.lists(shapes, max_size=4))
-def test_what_is_built_is_taken_apart_again(given_shapes: list[Any]) -> None:
+def test_flattening_reverses_building(random_shapes: list[Any]) -> None:
     leaves: list[Leaf] = []
-    pairs = [grow(shape, leaves) for shape in given_shapes]
+    pairs = [grow(shape, leaves) for shape in random_shapes]
     call = {"call": [[f"input_{index}", tree] for index, (tree, _) in enumerate(pairs)]}
     check_call(call, len(leaves))
     call = json.loads(json.dumps(call))  # the form in the manifest
@@ -84,7 +84,7 @@ def test_what_is_built_is_taken_apart_again(given_shapes: list[Any]) -> None:
     assert [type(value).__name__ for value in rebuilt] == [type(value).__name__ for value in values]
 
 
-def test_a_named_tuple_is_made_from_its_names_alone() -> None:
+def test_a_named_tuple_is_built_without_its_class() -> None:
     output = builder({"namedtuple": ["Output", ["logits", "hidden"], [{"tensor": 1}, {"value": None}]]})(["a", "b"])
     assert (type(output).__name__, output._fields, output.logits, output.hidden) == ("Output", ("logits", "hidden"), "b", None)
 
@@ -99,7 +99,7 @@ def test_a_dict_comes_back_in_the_models_order() -> None:
     assert list(mapping.items()) == [("z", 10), ("a", 11), (3, 7)]
 
 
-def test_tensors_may_come_out_in_another_order_than_they_stand() -> None:
+def test_a_result_may_use_tensors_in_any_order_and_twice() -> None:
     assert builder({"tuple": [{"tensor": 1}, {"tensor": 0}, {"tensor": 1}]})(["a", "b"]) == ("b", "a", "b")
 
 
@@ -196,7 +196,7 @@ FORWARD = parameters(
 """forward(ids, mode="a", *, scale=None, temperature=1.0), recorded with mode="b" and temperature=2.0."""
 
 
-def test_a_constant_that_is_the_models_default_may_be_left_out_and_another_may_not() -> None:
+def test_only_a_constant_equal_to_the_models_default_may_be_left_out() -> None:
     flatten = flattener(*FORWARD)
     assert list(flatten((7, "b"), {"temperature": 2.0})) == [7]
     assert list(flatten((7,), {"mode": "b", "temperature": 2.0, "scale": None})) == [7]
@@ -231,7 +231,7 @@ def test_a_constant_without_a_default_has_to_be_given() -> None:
     assert caught.value.hint == "give flag=True"
 
 
-ONES: list[tuple[Any, Any]] = [
+DIFFERENT: list[tuple[Any, Any]] = [
     (1, 1.0), (1, True), (1.0, True), (0, False), (0, None), ("1", 1), (0.0, -0.0), ((1, 2), [1, 2]), ((1, 2), (1, 2.0)),
     ({"a": 1}, {"a": True}), ({"a": 1}, {"b": 1}), ((), []), (None, ()), ("", None), ((1,), (1, 1)),
 ]  # fmt: skip
@@ -246,11 +246,10 @@ def tree_of(value: Any) -> dict[str, Any]:
     return {"value": value}
 
 
-@pytest.mark.parametrize(("one", "other"), [*ONES, *[(other, one) for one, other in ONES]])
-def test_constants_are_one_if_value_and_type_are(one: Any, other: Any) -> None:
+@pytest.mark.parametrize(("one", "other"), [*DIFFERENT, *[(other, one) for one, other in DIFFERENT]])
+def test_constants_are_equal_only_if_value_and_type_are(one: Any, other: Any) -> None:
     tree, default = tree_of(one), tree_of(other)
-    call, known = parameters(("x", {"tensor": 0}, False, ...), ("how", tree, False, default))
-    flatten = flattener(call, known)
+    flatten = flattener(*parameters(("x", {"tensor": 0}, False, ...), ("how", tree, False, default)))
     assert list(flatten((7, one), {})) == list(flatten((7,), {"how": one})) == [7]
     with raises("input-structure", match="input 'how"):
         flatten((7, other), {})
@@ -259,7 +258,7 @@ def test_constants_are_one_if_value_and_type_are(one: Any, other: Any) -> None:
     assert list(flattener(*parameters(("x", {"tensor": 0}, False, ...), ("how", tree, False, tree)))((7,), {})) == [7]
 
 
-def test_a_named_tuple_is_given_as_any_tuple_of_its_length() -> None:
+def test_any_tuple_of_the_same_length_stands_for_a_named_tuple() -> None:
     flatten = flattener(
         {"call": [["point", {"namedtuple": ["Point", ["x", "y"], [{"tensor": 0}, {"tensor": 1}]]}]]},
         positional({"call": [["point", {"namedtuple": ["Point", ["x", "y"], [{"tensor": 0}, {"tensor": 1}]]}]]}),
@@ -285,18 +284,18 @@ LAYERS = flattener({"call": [["layer", LAYER]]}, positional({"call": [["layer", 
 
 
 @pytest.mark.parametrize("layer", [Anything(keys=1, values=2, dtype="float"), {"keys": 1, "values": 2}, builder(LAYER)([1, 2])])
-def test_a_record_is_given_as_a_record_a_dict_or_whatever_has_its_attributes(layer: Any) -> None:
+def test_a_record_argument_may_be_a_record_a_dict_or_an_object_with_its_attributes(layer: Any) -> None:
     assert list(LAYERS((layer,), {})) == [1, 2]
 
 
 @pytest.mark.parametrize("layer", [[1, 2], None, 7, "text", {"keys": 1}, {"keys": 1, "values": 2, "more": 3}, Anything(keys=1)])
-def test_what_lacks_a_field_of_a_record_is_refused_with_all_of_them(layer: Any) -> None:
+def test_the_error_for_a_missing_field_lists_all_fields_of_the_record(layer: Any) -> None:
     expected = r"input 'layer': expected a DynamicLayer with the fields \['keys', 'values'\], as attributes or as a dict, got "
     with raises("input-structure", match=expected):
         LAYERS((layer,), {})
 
 
-def test_fields_that_were_none_may_be_absent_of_a_dict_and_are_none_otherwise() -> None:
+def test_a_field_that_was_none_at_the_build_may_be_absent_or_none() -> None:
     flatten = flattener({"call": [["output", OUTPUT]]}, positional({"call": [["output", OUTPUT]]}))
     for fits in ({"logits": 1, "cache": 2}, {"logits": 1, "cache": 2, "loss": None}, Anything(logits=1, cache=2, loss=None)):
         assert list(flatten((fits,), {})) == [1, 2]
@@ -309,8 +308,7 @@ def test_fields_that_were_none_may_be_absent_of_a_dict_and_are_none_otherwise() 
 
 def test_a_record_of_constants_may_be_left_out_where_it_is_the_default() -> None:
     config = {"record": ["Config", "object", ["scale", "modes"], [{"value": 2.0}, {"tuple": [{"value": "a"}]}]]}
-    call, known = parameters(("x", {"tensor": 0}, False, ...), ("config", config, False, config))
-    flatten = flattener(call, known)
+    flatten = flattener(*parameters(("x", {"tensor": 0}, False, ...), ("config", config, False, config)))
     assert list(flatten((7,), {})) == list(flatten((7,), {"config": {"scale": 2.0, "modes": ("a",)}})) == [7]
     with raises("input-structure", match=r"input 'config.scale': the bundle was built for the constant 2.0, got 1.0"):
         flatten((7,), {"config": Anything(scale=1.0, modes=("a",))})

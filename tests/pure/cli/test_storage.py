@@ -21,7 +21,7 @@ def bundle(tmp_path: Path) -> Path:
 def test_a_bundle_travels(bundle: Path, tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     pushed = call("push", bundle, tmp_path / "far" / "tiny.cgb")
-    assert pushed.stdout == f"{tmp_path}/far/tiny.cgb\n" and "travelled" in pushed.stderr
+    assert pushed.stdout == f"{tmp_path}/far/tiny.cgb\n" and "transferred" in pushed.stderr
     pulled = json.loads(call("pull", tmp_path / "far" / "tiny.cgb", "-o", tmp_path / "back.cgb", "--json").stdout)
     assert pulled["path"] == f"{tmp_path}/back.cgb" and pulled["moved"] == pulled["bytes"]
     check_bundle(Archive(pulled["path"]), "full")

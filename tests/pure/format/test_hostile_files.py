@@ -73,23 +73,26 @@ def socket(path: Path) -> None:
         os.chdir(here)
 
 
-WAYS = [link_away, link_inside, loop, pipe, device, socket]
+REPLACEMENTS = [link_away, link_inside, loop, pipe, device, socket]
+"""Functions that replace a file by something that is not a regular file."""
 
 
 @pytest.mark.parametrize("level", contents.LEVELS)
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_no_plain_file_is_refused_at_once(bundle: Path, way: Callable[[Path], None], name: str, level: str) -> None:
-    way(bundle / name)
+@pytest.mark.parametrize("replace_file", REPLACEMENTS)
+def test_a_file_that_is_not_regular_is_refused_at_once(
+    bundle: Path, replace_file: Callable[[Path], None], name: str, level: str
+) -> None:
+    replace_file(bundle / name)
     begun = time.thread_time()
     with raises("file-damaged", match=f"^{name}: (not a file|a symbolic link, which|cannot be read)") as caught:
         verify.check_bundle(Archive(str(bundle)), level)
     assert time.thread_time() - begun < 1 and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_manifest_that_is_no_plain_file_makes_no_bundle(bundle: Path, way: Callable[[Path], None]) -> None:
-    way(bundle / file_names.MANIFEST)
+@pytest.mark.parametrize("replace_file", REPLACEMENTS)
+def test_a_folder_whose_manifest_is_not_a_regular_file_is_no_bundle(bundle: Path, replace_file: Callable[[Path], None]) -> None:
+    replace_file(bundle / file_names.MANIFEST)
     for use in (loader.load, lambda path: archive.read_manifest(str(path))):
         with raises("not-a-bundle", match=r"its manifest\.json is (not a file|a symbolic link|cannot be read)"):
             use(bundle)
@@ -107,7 +110,7 @@ def test_the_bundles_own_path_may_be_a_link(bundle: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("path", ["a" * 5000, "a/" * 2500, "a\0b"])
-def test_a_path_that_is_none_is_no_bundle(path: str) -> None:
+def test_an_invalid_path_is_no_bundle(path: str) -> None:
     with raises("not-a-bundle") as caught:
         loader.load(path)
     assert len(str(caught.value)) < 300 and "\0" not in str(caught.value)
@@ -139,7 +142,7 @@ def test_sparse_files_are_refused_unread(bundle: Path, size: int) -> None:
 # --- a bundle that is replaced -----------------------------------------------------------------------------------------
 
 
-def test_what_was_opened_is_read_though_the_path_names_another(bundle: Path, tmp_path: Path) -> None:
+def test_an_open_bundle_is_still_read_after_its_path_was_replaced(bundle: Path, tmp_path: Path) -> None:
     opened = Archive(str(bundle))
     verify.check_bundle(opened, "full")
     held = opened.data(HOST_FILE)
@@ -155,26 +158,27 @@ def test_what_was_opened_is_read_though_the_path_names_another(bundle: Path, tmp
 def test_a_bundle_that_is_replaced_while_it_is_checked_is_read_again(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files go while the reader has the old manifest. It reads the new bundle completely, and reports nothing."""
+    """The old files are deleted after the reader has read the old manifest. It then reads the whole new bundle, without an
+    error."""
     other = write_bundle(tmp_path / "other")
-    checks = check_manifest
+    original = check_manifest
     seen = []
 
-    def slow(manifest: object) -> None:
+    def replacing(manifest: object) -> None:
         seen.append(manifest)
         if len(seen) == 1:
             bundle.rename(tmp_path / "old")
             other.rename(bundle)
             shutil.rmtree(tmp_path / "old")
-        checks(manifest)  # type: ignore[arg-type]
+        original(manifest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(contents, "check_manifest", slow)
-    with pytest.raises(CgbundleError) as caught:  # the shared object is a dummy: nothing is refused before that point
+    monkeypatch.setattr(contents, "check_manifest", replacing)
+    with pytest.raises(CgbundleError) as caught:  # only the dummy shared object is refused
         loader.load(bundle)
     assert caught.value.code in ("image-invalid", "library-missing") and len(seen) == 2
 
 
-def test_a_file_that_is_written_to_while_it_is_read_is_refused(bundle: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(bundle: Path) -> None:
     opened = Archive(str(bundle))
     verify.check_bundle(opened, "full")
     opened.check_unchanged()
@@ -188,8 +192,8 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(bundle: Path) -> 
 
 @pytest.mark.parametrize("later", [-1, 1, 10**9, -(10**12)])
 @pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.SELF_TEST, file_names.MANIFEST])
-def test_any_other_time_of_any_open_file_is_a_change(name: str, later: int, bundle: Path) -> None:
-    """A file that somebody puts in place of another may be older."""
+def test_any_change_of_the_modification_time_counts_as_a_change(name: str, later: int, bundle: Path) -> None:
+    """A file that replaces another one may be older, so earlier times count too."""
     opened = Archive(str(bundle))
     for file_name in (file_names.WEIGHTS, file_names.SELF_TEST):
         opened.descriptor(file_name)
@@ -204,7 +208,7 @@ def test_any_other_time_of_any_open_file_is_a_change(name: str, later: int, bund
         checkpoint.check_unchanged()
 
 
-def test_weights_that_are_copied_stay(bundle: Path) -> None:
+def test_copied_weights_outlive_the_file_and_the_archive(bundle: Path) -> None:
     before = (bundle / file_names.WEIGHTS).read_bytes()
     opened = Archive(str(bundle), copy_weights=True)
     verify.check_bundle(opened, "full")

@@ -16,7 +16,7 @@ from cgbundle.tables.module_state import Address
 from cgbundle.tables.table import Table
 from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import Edge, EmptyNode, KernelNode, Recording
-from cgcompile.offline.interpret.exchanges import exchange, together
+from cgcompile.offline.interpret.exchanges import exchange, run_ranks
 from cgcompile.offline.interpret.memory import Memory
 from cgcompile.targets.collectives.exchange_memory import WORLDS, ExchangeMemory
 from cgcompile.targets.collectives.exchange_nodes import (
@@ -90,7 +90,7 @@ def test_ranks_side_by_side(data: st.DataObject, world: int) -> None:
         (node,) = nodes(memory, [sent], rank).nodes
         assert isinstance(node, KernelNode)
         steps.append(exchange(memories[-1], sent, node))
-    together(steps, (1,))
+    run_ranks(steps, (1,))
     for rank in range(world):
         part = nbytes // world if sent.scattered else nbytes
         parts = [payload[rank * part : (rank + 1) * part] if sent.scattered else payload for payload in raw]
@@ -117,7 +117,7 @@ def test_ranks_that_do_not_agree_are_told() -> None:
         assert isinstance(node, KernelNode)
         steps.append(exchange(Memory([("arena", SPACE)]), sent, node))
     with raises("collectives-unlike", match=r"one rank sends 64 bytes \(float32\)"):
-        together(steps, (1,))
+        run_ranks(steps, (1,))
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,11 @@ def test_results_have_the_sizes_of_eager_pytorch(kind: Callable[[], nn.Module]) 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (models.Flipped, r"a size that holds any selection: aten.flip.default \(.*counting_models.py:\d+\)"),
-        (models.Ambiguous, r"a size that holds any selection: the assertion Ne\(\?, 0\) of sizes"),
+        (models.Flipped, r"the largest possible size of a selection: aten.flip.default \(.*counting_models.py:\d+\)"),
+        (models.Ambiguous, r"the largest possible size of a selection: the assertion Ne\(\?, 0\) of sizes"),
         (models.Sized, r"counting_models.py:\d+: .*a number that is read out of a tensor is a size, or a position, in"),
         (models.Suppressing, r"counting_models.py:\d+: .*while order.shape\[0\] > 0"),
-        (models.Constant, "one way gives float32 .*the other one"),
+        (models.Constant, "one path returns float32 .*another path"),
     ],
 )  # fmt: skip
 def test_what_has_no_bound_is_refused_by_name(kind: Callable[[], nn.Module], said: str) -> None:

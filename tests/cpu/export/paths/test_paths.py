@@ -111,12 +111,12 @@ def test_the_tree_is_told_as_pytorch_tells_it() -> None:
     assert note.source.startswith("if y.sum() > 0:") and "path_models.py:" in note.where
 
 
-def test_progress_counts_the_ways_that_were_exported() -> None:
+def test_progress_counts_the_exported_paths() -> None:
     messages: list[str] = []
     export(load_source(Foo().eval(), lambda: (rows(),)), {}, tell=messages.append)
-    *ways, joined, verified = messages
-    assert ways == [f"torch.export, way {number} through the model's branches" for number in range(1, len(ways) + 1)] and ways
-    assert joined == "torch.export of 2 ways as one program" and verified == "every way in eager PyTorch"
+    *paths, joined, verified = messages
+    assert paths == [f"torch.export, path {number} through the model's branches" for number in range(1, len(paths) + 1)] and paths
+    assert joined == "torch.export of 2 paths as one program" and verified == "every path in eager PyTorch"
 
 
 def test_what_the_model_raises_is_what_a_call_raises() -> None:
@@ -151,13 +151,17 @@ def counted(model: Function, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("function", "error", "said"),
     [
-        (endless, "data-dependent-branch", "nothing bounds the turns of this loop: it asked 8 times: while x.norm"),
-        (endless_unless, "data-dependent-branch", "nothing bounds the turns of this loop: it asked 8 times: while not x.norm"),
+        (endless, "data-dependent-branch", "this loop has no known bound: it tested its condition 8 times: while x.norm"),
+        (
+            endless_unless,
+            "data-dependent-branch",
+            "this loop has no known bound: it tested its condition 8 times: while not x.norm",
+        ),
         (lambda m, x: (x, 1) if x.sum() > 0 else (x, 2), "structure-unsupported", "different nesting or constants"),
         (
             lambda m, x: x if x.sum() > 0 else x.double(),
             "structure-unsupported",
-            "one way gives float32 [3, 4], the other one float",
+            "one path returns float32 [3, 4], another path float",
         ),
         (
             lambda m, x: x[: int(x.sum())] if x.sum() > 2 else x,
