@@ -22,7 +22,7 @@ class SavedDimension(NamedTuple):
     high: int | None
 
 
-Given = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
+SizesOption = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
 """[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"].
 
 For several entries: {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}} or ["decode:batch=1,8"].  Sizes without an entry apply to all
@@ -33,7 +33,7 @@ Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 """A function that makes example inputs for `forward`, or one for each method that is an entry."""
 
 
-def sizes_of_entries(option: Given, dimensions: Mapping[str, Sequence[str]]) -> dict[str, Given]:
+def sizes_of_entries(option: SizesOption, dimensions: Mapping[str, Sequence[str]]) -> dict[str, SizesOption]:
     """Returns the sizes of each entry.  `dimensions` are by entry.  Raises sizes-invalid."""
     if isinstance(option, Mapping):
         parts = [
@@ -88,7 +88,7 @@ def _first_text(part: Any) -> str:
 
 
 def declared_sizes(
-    option: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None = None, entry: str = ""
+    option: SizesOption, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None = None, entry: str = ""
 ) -> dict[str, tuple[int, ...]]:
     """Returns ascending sizes of every dimension, in declared order.  For a `saved` program (None for a model file), an axis such
     as `input_ids.0` can be used as the name of its dimension.  `entry` names the entry if there are several.  Raises sizes-invalid,
@@ -102,7 +102,7 @@ def declared_sizes(
 
 
 def _declared(
-    option: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
+    option: SizesOption, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
 ) -> dict[str, tuple[int, ...]]:
     pairs = _pairs(option, dimensions, saved, entry)
     by_name: dict[str, tuple[int, ...]] = {}
@@ -179,7 +179,7 @@ def count_keys(sizes: Mapping[str, Mapping[str, Sequence[int]]], limit: int) -> 
 
 
 def _pairs(
-    option: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
+    option: SizesOption, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
 ) -> list[tuple[str, list[int]]]:
     if isinstance(option, Mapping):
         return [(name, [_whole(size) for size in sizes]) for name, sizes in option.items()]

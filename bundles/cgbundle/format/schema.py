@@ -198,7 +198,7 @@ class DataSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A finding of a check. `node`: of the exported program, "" for the whole model. `where`: the user's file:line."""
+    """A finding of a check. `node`: a node of the exported program, "" for the whole model. `where`: the user's file:line."""
 
     rule: Name
     severity: Literal["refuse", "host", "note"]
