@@ -114,7 +114,7 @@ def _declared(
             raise BuildError(
                 "sizes-invalid",
                 f"sizes: there is no declared dimension {name!r}{meant} (declared: {listed})",
-                "dimensions are the parameters of inputs()" if saved is None else _standing(saved) or STATIC,
+                "dimensions are the parameters of inputs()" if saved is None else _saved_axes_text(saved) or STATIC,
             )
         if name in by_name:
             raise BuildError("sizes-invalid", f"sizes: dimension {name!r} is given twice")
@@ -138,7 +138,7 @@ def _declared(
                 limits = f"min={dimension.low}" + ("" if dimension.high is None else f", max={dimension.high}")
                 raise ModelError(
                     "size-excluded",
-                    f"sizes: {dimension.name}={size} is excluded: the program was exported for {limits} ({_standing([dimension])})",
+                    f"sizes: {dimension.name}={size} is excluded: the program was exported for {limits} ({_saved_axes_text([dimension])})",
                     "export it again with another torch.export.Dim",
                 )
     return {name: by_name[name] for name in dimensions}
@@ -156,7 +156,7 @@ def assumed_sizes(
     return sizes
 
 
-def _standing(saved: Sequence[SavedDimension]) -> str:
+def _saved_axes_text(saved: Sequence[SavedDimension]) -> str:
     """Returns text such as `dim0 is axis 0 of ids and axis 0 of mask; ...`."""
     phrases = []
     for dimension in saved:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.export import ExportedProgram
 
 from cgbundle.format.schema import Finding
-from cgbundle.format.size_expressions import standing
+from cgbundle.format.size_expressions import axes_text
 
 from ..checks import check as check_rules
 from ..checks.context import operator
@@ -149,7 +149,7 @@ def _report(
     else:
         per_size = exported.programs.reason
         shapes = [(name, shape) for (name, _), shape in zip(exported.flat.like.leaves, exported.shapes, strict=True)]
-        axes = tuple([(name, standing(name, shapes)) for name in sizes])
+        axes = tuple([(name, axes_text(name, shapes)) for name in sizes])
         checked = check_rules(
             exported, target, fallback_ops, conditionals=recorder in CONDITIONALS, cross_compiled=recorder == "cross-compile"
         )

@@ -13,7 +13,7 @@ from cgbundle.format import archive, file_names
 from cgbundle.format.file_names import FORWARD, entry_named
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, EntrySpec, Manifest, Target, TensorSpec, Weight
-from cgbundle.format.size_expressions import standing, text
+from cgbundle.format.size_expressions import axes_text, text
 from cgbundle.format.variants import variant_name
 from cgbundle.weights.host import least_rows
 from cgbundle.weights.update import updatable
@@ -246,7 +246,7 @@ def entry_lines(manifest: Manifest, entry: EntrySpec) -> list[str]:
 def axes(entry: EntrySpec) -> list[str]:
     """Returns `batch: axis 0 of ids, mask` for every dimension."""
     shapes = [(spec.name, spec.shape) for spec in entry.inputs]
-    return [f"{dimension.name}: {cut(standing(dimension.name, shapes))}" for dimension in entry.dimensions]
+    return [f"{dimension.name}: {cut(axes_text(dimension.name, shapes))}" for dimension in entry.dimensions]
 
 
 def world(manifest: Manifest) -> list[str]:
