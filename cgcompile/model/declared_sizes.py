@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from cgbundle.errors import meant
+from cgbundle.errors import did_you_mean
 
 from ..errors import BuildError, ModelError
 from ..util.model_file import closest
@@ -71,7 +71,8 @@ def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, 
     name = entry.strip()
     if name not in dimensions:
         raise BuildError(
-            "sizes-invalid", f"sizes: there is no entry {name!r}{meant(name, dimensions)} (there are {', '.join(dimensions)})"
+            "sizes-invalid",
+            f"sizes: there is no entry {name!r}{did_you_mean(name, dimensions)} (there are {', '.join(dimensions)})",
         )
     return name, [rest]
 
@@ -114,7 +115,7 @@ def _declared(
             raise BuildError(
                 "sizes-invalid",
                 f"sizes: there is no declared dimension {name!r}{meant} (declared: {listed})",
-                "dimensions are the parameters of inputs()" if saved is None else _saved_axes_text(saved) or STATIC,
+                "dimensions are the parameters of inputs()" if saved is None else _axes_text(saved) or STATIC,
             )
         if name in by_name:
             raise BuildError("sizes-invalid", f"sizes: dimension {name!r} is given twice")
@@ -136,9 +137,10 @@ def _declared(
         for size in by_name[dimension.name]:
             if size < dimension.low or (dimension.high is not None and size > dimension.high):
                 limits = f"min={dimension.low}" + ("" if dimension.high is None else f", max={dimension.high}")
+                limits += f" ({_axes_text([dimension])})"
                 raise ModelError(
                     "size-excluded",
-                    f"sizes: {dimension.name}={size} is excluded: the program was exported for {limits} ({_saved_axes_text([dimension])})",
+                    f"sizes: {dimension.name}={size} is excluded: the program was exported for {limits}",
                     "export it again with another torch.export.Dim",
                 )
     return {name: by_name[name] for name in dimensions}
@@ -156,7 +158,7 @@ def assumed_sizes(
     return sizes
 
 
-def _saved_axes_text(saved: Sequence[SavedDimension]) -> str:
+def _axes_text(saved: Sequence[SavedDimension]) -> str:
     """Returns text such as `dim0 is axis 0 of ids and axis 0 of mask; ...`."""
     phrases = []
     for dimension in saved:

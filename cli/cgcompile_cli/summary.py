@@ -310,15 +310,15 @@ def state(manifest: Manifest) -> list[str]:
 
 
 def state_rows(manifest: Manifest) -> list[str]:
-    """Returns `pages: 9 rows or more, chosen by load(..., state={"pages": N}); 65 are of use, 4.0 KiB each` by dimension."""
+    """Returns `pages: 9 rows or more, chosen by load(..., state={"pages": N}); at most 65 by default, 4.0 KiB each` by dimension."""
     lines = []
     for dimension in manifest.state_dimensions:
         rows = [manifest.weights[index] for index in dimension.weights]
         least = least_rows(dimension, manifest.weights)
         row = size(sum(nbytes(weight.dtype, weight.shape) for weight in rows) // least)
-        use = f"{dimension.most} are of use, " if dimension.most is not None else ""
+        most = f"at most {dimension.most} by default, " if dimension.most is not None else ""
         lines.append(
-            f'{dimension.name}: {least} rows or more, chosen by load(..., state={{"{dimension.name}": N}}); {use}{row} each'
+            f'{dimension.name}: {least} rows or more, chosen by load(..., state={{"{dimension.name}": N}}); {most}{row} each'
         )
     return lines
 
