@@ -310,7 +310,7 @@ def state(manifest: Manifest) -> list[str]:
 
 
 def state_rows(manifest: Manifest) -> list[str]:
-    """Returns `pages: 9 rows or more, chosen by load(..., state={"pages": N}); at most 65 by default, 4.0 KiB each` by dimension."""
+    """Returns `pages: 9 rows or more, chosen by load(..., state={"pages": N}); at most 65 by default, 4.0 KiB each`."""
     lines = []
     for dimension in manifest.state_dimensions:
         rows = [manifest.weights[index] for index in dimension.weights]
