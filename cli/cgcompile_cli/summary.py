@@ -42,7 +42,7 @@ UPDATED = "(updated by the call)"
 RANDOM = "the seed of the random numbers, and how many calls there were"
 """The name of the state that the manifest calls `random`."""
 
-PADDING = {"rows": "padded (any filling is exact)", "zeros": "padded with zeros", "no": "never padded"}
+PADDING = {"rows": "padded with any values", "zeros": "padded with zeros", "no": "never padded"}
 
 
 OWN_ATTRIBUTES = ("manifest", "name", "int_keys", "inputs", "outputs", "memory", "state")
@@ -212,7 +212,7 @@ def alias_of(manifest: Manifest, entry: EntrySpec, alias: Alias) -> str:
 
 
 def padding(row: Dimension) -> str:
-    """Describes a dimension: `batch: padded (any filling is exact), chunked: <why>`."""
+    """Describes a dimension: `batch: padded with any values, chunked: <why>`."""
     chunks = "chunked" if row.chunk else "not chunked"
     return f"{row.name}: {PADDING[row.pad]}, {chunks}" + (f": {row.reason}" if row.reason else "")
 
