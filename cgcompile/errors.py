@@ -9,7 +9,7 @@ from cgbundle.errors import Cause, CgbundleError
 
 
 class BuildError(CgbundleError):
-    """Building, checking or a tool failed: usage, environment, or a defect."""
+    """A build, a check or a tool failed: wrong usage, a problem of the environment, or a defect of cgcompile."""
 
 
 class ModelError(BuildError):

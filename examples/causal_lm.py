@@ -15,7 +15,7 @@ import torch
 
 from cgcompile.language_models.causal_lm import CausalLM
 from cgcompile.language_models.example_inputs import ExampleInputs
-from cgcompile.language_models.kernels.int8 import int8_weights
+from cgcompile.language_models.kernels.int8 import quantize_linear_layers
 from cgcompile.language_models.networks import folder_configuration, folder_network
 
 FOLDER = os.path.expanduser(os.environ.get("CAUSAL_LM", "~/models/Qwen3-0.6B"))
@@ -24,7 +24,7 @@ PAGES, SLOTS, TURNS = 1025, 9, 32
 
 def model() -> torch.nn.Module:
     """Returns the model with a cache of PAGES pages of 16 tokens (page 0 is never used), and slots for SLOTS - 1 texts."""
-    return CausalLM(int8_weights(folder_network(FOLDER, torch.bfloat16)), PAGES, SLOTS, TURNS).eval()
+    return CausalLM(quantize_linear_layers(folder_network(FOLDER, torch.bfloat16)), PAGES, SLOTS, TURNS).eval()
 
 
 def entries() -> dict[str, Callable[..., tuple[object, ...]]]:

@@ -91,7 +91,7 @@ class EntryMissing(CallError, KeyError):
     __str__ = Exception.__str__
 
 
-def meant(name: str, known: Collection[str]) -> str:
+def did_you_mean(name: str, known: Collection[str]) -> str:
     """ " (did you mean decode?)", or "" without a similar name."""
     from difflib import get_close_matches  # only where something is wrong
 

@@ -24,7 +24,7 @@ from .log import json_log
 from .models.bundle_cache import BundleCache
 from .models.options import Options, Refused
 from .routes.inference import Refusal, Serving, infer, refused
-from .tensors.inference_protocol import Given, metadata
+from .tensors.inference_protocol import TensorData, metadata
 
 MEMORY = 4 << 30
 """Default maximum bytes of loaded bundles in a replica."""
@@ -53,7 +53,7 @@ class Bundles:
         await self._cache.version(name)
         return name
 
-    async def infer(self, name: str, tensors: Sequence[Given]) -> list[Given]:
+    async def infer(self, name: str, tensors: Sequence[TensorData]) -> list[TensorData]:
         """For handles: takes tensors as bytes, in the order of the model's inputs, and returns the outputs.  Raises KeyError,
         Refused, and errors of a call."""
         if serve.get_multiplexed_model_id():

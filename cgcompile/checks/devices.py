@@ -35,8 +35,8 @@ def device_copy(context: RuleContext) -> Iterable[Finding]:
 def cpu_operation(context: RuleContext) -> Iterable[Finding]:
     """An operation that the user's code runs on the CPU.
 
-    What it looks for: operations that create tensors on the CPU, or whose inputs are on the CPU only.  A weight moves to the device
-    of the other tensors.
+    What it looks for: operations that create tensors on the CPU, or whose inputs are on the CPU only.  A weight counts as a
+    tensor on the device of the other inputs.
     Why CUDA forbids it: a CUDA graph holds work of one GPU, and host functions without CUDA calls.
     Effect: it is compiled for the CPU and runs between two graphs.
     Fix: move the tensor to the GPU before, or remove the move to the CPU.
@@ -96,7 +96,7 @@ def wrapped_module(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: such modules: the model itself, or a module inside it.
     Why: a build compiles the model itself, for one device.
-    Effect: none on results: the inner module is built, and its weights have their inner names.
+    Effect: none on results: the inner module is built, and weights have their names in the inner module.
     Fix: none needed.
     Source: model/tracing/wrapped_modules.py.
     """
@@ -114,8 +114,8 @@ def several_devices(context: RuleContext) -> Iterable[Finding]:
     xpu.
     Why CUDA forbids it: a kernel reads the memory of its GPU, and PyTorch itself refuses such operations.
     Effect: no bundle can be built.
-    Fix: create tensors on the device of the others: `torch.arange(n, device=x.device)`.  A device that the module chooses when it
-    is made is "cpu" on a machine without a GPU.
+    Fix: create tensors on the device of the others: `torch.arange(n, device=x.device)`.  A device that the module's
+    `__init__` chooses with `torch.cuda.is_available()` is "cpu" on a machine without a GPU.
     Source: TensorIterator's check of devices; check_multiple_devices_or_any_cpu_nodes in torch/_inductor/cudagraph_utils.py.
     """
     for obstacle in context.obstacles("several-devices"):

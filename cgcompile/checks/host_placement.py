@@ -30,7 +30,7 @@ What it looks for: operations without their own finding, with an input or output
 Why: the host computes such a value, and the sizes and addresses of a graph are fixed.
 Effect: the operation runs in the host region too.  This is a reason for a region, never a finding.
 Fix: follow the advice of the finding next to it.
-Source: `data_dependent_nodes` in this file.
+Source: `data_dependent_nodes` in checks/host_placement.py.
 """
 
 

@@ -29,7 +29,7 @@ INCOMPATIBLE = frozenset({
 """FORBIDDEN_CUDAGRAPH_OPS of torch/_inductor/utils.py (2.13; in 2.11 the list of get_first_incompatible_cudagraph_node), without
 operators of other rules: reads of scalars, assertions, states of random generators."""
 
-WAITING = {
+SYNCHRONIZING = {
     "aten.linalg_inv.default": "torch.linalg.inv_ex", "aten.inverse.default": "torch.linalg.inv_ex",
     "aten.linalg_solve.default": "torch.linalg.solve_ex", "aten.linalg_cholesky.default": "torch.linalg.cholesky_ex",
     "aten.cholesky.default": "torch.linalg.cholesky_ex", "aten.linalg_lu_factor.default": "torch.linalg.lu_factor_ex",
@@ -82,17 +82,18 @@ def boolean_index_put(context: RuleContext) -> Iterable[Finding]:
 
 
 def incompatible_operator(context: RuleContext) -> Iterable[Finding]:
-    """An operator that fails under capture: observers of quantization, jagged conversions, matrix decompositions.
+    """An operator that fails under capture: observers of quantization, conversions of jagged tensors, matrix
+    decompositions.
 
-    What it looks for: the operators in the lists INCOMPATIBLE and WAITING.
-    Why CUDA forbids it: their kernels wait for the GPU, or allocate memory that depends on data.
+    What it looks for: the operators in the lists INCOMPATIBLE and SYNCHRONIZING.
+    Why CUDA forbids it: they wait for the GPU, or allocate an amount of memory that depends on data.
     Effect: it runs on the host.  A matrix decomposition refuses the build, because the code of a host region cannot call it.
-    Fix: convert the quantized model (`convert_fx`, `convert_pt2e`); pad; use functions that do not wait, such as
+    Fix: convert the quantized model (`convert_fx`, `convert_pt2e`); pad jagged tensors; use functions that do not wait, such as
     `torch.linalg.inv_ex`.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py; _linalg_check_errors in ATen's BatchLinearAlgebra.cpp.
     """
     for node, top in context.calls():
-        if context.target == "cuda" and (other := WAITING.get(str(node.target))) is not None:
+        if context.target == "cuda" and (other := SYNCHRONIZING.get(str(node.target))) is not None:
             yield finding(
                 "incompatible-operator", REFUSE, f"{operator(node)} waits for the GPU to say whether it failed", node,
                 "it cannot be captured, and a region of the host cannot call it",
@@ -133,7 +134,7 @@ def sparse_output(context: RuleContext) -> Iterable[Finding]:
 def deterministic_scatter(context: RuleContext) -> Iterable[Finding]:
     """Scatters while `torch.use_deterministic_algorithms(True)` is set.
 
-    What it looks for: the operators DETERMINISTIC_SCATTER, if the option is set during the build.
+    What it looks for: the operators in the list DETERMINISTIC_SCATTER, if the option is set during the build.
     Why CUDA forbids it: the deterministic implementations sort and wait for the GPU.
     Effect: it runs on the host.
     Fix: turn deterministic algorithms off for the build, or write the scatter as a matrix product with a one-hot matrix.
@@ -153,7 +154,7 @@ def cudagraph_unsafe(context: RuleContext) -> Iterable[Finding]:
     """An operator whose author tagged it as unsafe for CUDA graphs.
 
     What it looks for: the tag `torch.Tag.cudagraph_unsafe`.
-    Why CUDA forbids it: such an operator waits, allocates outside PyTorch's memory pools, or computes on the CPU.
+    Why CUDA forbids it: such an operator waits for the GPU, allocates outside PyTorch's memory pools, or computes on the CPU.
     Effect: it runs on the host.
     Fix: if the operator can be captured, remove the tag.
     Source: torch.Tag.cudagraph_unsafe (tags.yaml); is_cudagraph_unsafe_fx_node in torch/_inductor/utils.py.
@@ -187,8 +188,8 @@ def custom_operator(context: RuleContext) -> Iterable[Finding]:
     """An operator of another library.
 
     What it looks for: operators outside of PyTorch's namespaces.
-    Why CUDA cares: it can be recorded only if it uses the current stream, does not wait, allocates through PyTorch, and keeps no
-    state.
+    Why CUDA cares: it can be recorded only if it uses the current stream, does not wait for the GPU, allocates through PyTorch,
+    and keeps no state.
     Effect: it is recorded.  The comparison of two recordings, and the replay at other addresses, detect violations.
     Fix: if it cannot be captured, tag it with `torch.Tag.cudagraph_unsafe`, or name it with --fallback-op.
     Source: the notes on custom operators in the torch.library documentation.
@@ -206,7 +207,7 @@ def custom_operator(context: RuleContext) -> Iterable[Finding]:
 def quantized_weights(context: RuleContext) -> Iterable[Finding]:
     """A model whose weights are stored in fewer bits than the dtype of its calls.
 
-    What it looks for: a model that declares this, as `--weights int8` makes them.
+    What it looks for: the attribute `quantization` of the model, which `--weights int8` sets.
     Why: its results differ from those of the folder's weights.
     Effect: the self-test compares with eager PyTorch and the same quantized weights.  The finding says how far the results are from
     those of the folder's weights.
@@ -225,12 +226,13 @@ def quantized_weights(context: RuleContext) -> Iterable[Finding]:
 def operators_without_code(program: ExportedProgram, on_host: Collection[str] | None = None) -> Iterable[Finding]:
     """Operators of other libraries that need Python at run time.
 
-    What it looks for: operators among the nodes `on_host` (None: all nodes) whose code PyTorch cannot trace.
+    What it looks for: operators that would run on the host, and whose code PyTorch cannot trace.
     Why: code for the host is compiled, and the serving process does not have the library's Python code.
     Effect: no bundle can be built.
     Fix: write it with torch.library.custom_op and PyTorch's own operations, or remove it from the model.
-    Source: transforms/inlining.py, which traces those that can be.
+    Source: transforms/inlining.py, which traces the other operators.
     """
+    # `on_host` has the names of the nodes that run on the host; None means all nodes
     foreign = {op for op in custom_operators(program) if op._schema.name not in OURS}  # PyTorch can trace ours
     if not foreign:
         return

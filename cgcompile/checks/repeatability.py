@@ -17,7 +17,7 @@ def python_random(context: RuleContext) -> Iterable[Finding]:
     """Random numbers that forward() draws from Python or NumPy: `random.random()`, `numpy.random.rand()`, a `default_rng`.
 
     What it looks for: generators whose state changes in a call: the global ones, and those in attributes of the model.  Then the
-    model is called with other numbers, also with those at the ends of the range.
+    model is called with other numbers, also with the smallest and the largest that can be drawn.
     Why CUDA forbids it: a replay runs no Python, and torch.export stores the number as a constant of its program.
     Effect: no bundle can be built: every call would have the number of the export.  If the numbers change no result (layerdrop,
     outside of training), it is only a note.
@@ -39,7 +39,7 @@ def clock_read(context: RuleContext) -> Iterable[Finding]:
     What it looks for: calls of these functions in the model's own code.  Then the model is called with the clock set forward.
     Why CUDA forbids it: a replay runs no Python, and torch.export stores the time as a constant of its program.
     Effect: no bundle can be built: every call would have the time of the export.  If no result depends on the time, it is only a
-    note.  `datetime` cannot be set forward, and is refused.
+    note.  Reads through `datetime` are always refused, because the check cannot set its clock.
     Fix: pass the time as an input; if the model only displays it, read it outside of forward().
     Source: torch.export runs Python once, while it traces; model/nondeterminism.
     """
@@ -56,7 +56,7 @@ def unrepeatable_result(context: RuleContext) -> Iterable[Finding]:
     """A model with different results for the same inputs and the same seed of torch.
 
     What it looks for: two calls in eager PyTorch on the CPU whose results differ by more than rounding.
-    Why CUDA forbids it: a bundle has the same result every time, and it is not known which of the two is right.
+    Why CUDA forbids it: a bundle has the same result every time, and the build cannot know which of the two is right.
     Effect: no bundle can be built.
     Fix: remove sources of other values: uninitialized memory (`torch.empty`), random bytes of the system (`uuid`, `secrets`, an
     unseeded `default_rng()`), the order of a set; or pass the value as an input.
@@ -76,7 +76,8 @@ def earlier_calls(context: RuleContext) -> Iterable[Finding]:
     What it looks for: a fresh process creates the model and calls it with new inputs A, B and A again at every int_key, then at all
     int_keys in reverse order.  Every call is compared with the exported program.
     Why CUDA forbids it: a replay runs no Python.  The Python state stays as it was at the build.
-    Effect: no bundle can be built.  An attribute that depends only on shapes, dtypes or weights changes no result, and builds.
+    Effect: no bundle can be built.  An attribute that depends only on shapes, dtypes or weights changes no result, and is
+    accepted.
     Fix: compute the value in every call, or keep it in a buffer: `self.register_buffer(name, torch.zeros(()))`.  If the model draws
     its parameters in its first call, as gpytorch's ApproximateGP does, call it once before the build.
     Source: model/nondeterminism/fresh_process.py and pipeline/sequences.py.
@@ -96,8 +97,8 @@ def widened_bound(prepared: Prepared) -> Iterable[Finding]:
     and one without TF32.
     Why it matters: the verification of a bundle uses this bound (`cgcompile inspect` shows it), and a wider bound detects fewer
     defects.
-    Effect: information.  The small difference of two large numbers, and a result that was rounded inside the model, have no more
-    exact digits.
+    Effect: information.  Some results have few exact digits: the small difference of two large numbers, or a result that the model
+    itself rounds.
     Fix: none needed; if the digits matter, build the model in a wider dtype.
     Source: transforms/error_bounds.py.
     """

@@ -28,7 +28,8 @@ SELECTS = (aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.select_
 def host_scalar(context: RuleContext) -> Iterable[Finding]:
     """A number that Python reads from a tensor: `.item()`, `int(x)`, `float(x)`, `.tolist()`.
 
-    What it looks for: `aten.item` and `aten._local_scalar_dense`, except for reads that only select (data-dependent-select).
+    What it looks for: `aten.item` and `aten._local_scalar_dense`, except for numbers that are only an index or a bound
+    (data-dependent-select).
     Why CUDA forbids it: the CPU waits for the number.  A stream under capture cannot be synchronized, and a replay runs no CPU
     code.  ("Prohibited and Unhandled Operations" in the CUDA programming guide, error cudaErrorStreamCaptureUnsupported.)
     Effect: the read, and every operation that uses the number, run on the host, between two graphs.
@@ -55,9 +56,9 @@ def selects(node: Node) -> bool:
 def assert_scalar(context: RuleContext) -> Iterable[Finding]:
     """An assertion about a number that depends on data.
 
-    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`.  Assertions that torch.export adds at the line of the
-    number or size belong to another finding.
-    Why CUDA forbids it: the CPU would have to know the number (host-scalar).
+    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`.  Assertions at a line that reads the
+    number, or creates a size that depends on data, are not reported: that line has its own finding.
+    Why CUDA forbids it: the CPU must read the number from the GPU and wait for it (host-scalar).
     Effect: none by itself: the assertion runs on the host with the number.
     Fix: none needed; `torch._assert_async` asserts in the graph, if the GPU is in this machine.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py names aten._assert_scalar.
@@ -94,8 +95,8 @@ def tensor_assertion(context: RuleContext) -> Iterable[Finding]:
 def asserted_value(context: RuleContext) -> Iterable[Finding]:
     """A branch or a shape that depends on data, where the model works with one value only: `if mask.any(): raise`.
 
-    What it looks for: Python reads the value of a tensor during the export, and fails with all other values that were tried: the
-    next lower and higher number, the other branch.
+    What it looks for: Python reads the value of a tensor during the export, and the model fails with every other value that was
+    tried: the next lower and the next higher number, or the other branch.
     Why CUDA cares: torch.export records one path through Python.
     Effect: the host checks at every call that the value is that of the example inputs.  Another value is an error, as in PyTorch.
     Fix: none needed if calls have this value; otherwise see data-dependent-branch.
@@ -123,7 +124,8 @@ def path(context: RuleContext) -> Iterable[Finding]:
 
 
 def baked_weight(context: RuleContext) -> Iterable[Finding]:
-    """Python that reads the value of a weight: `if self.flag > 0`, `torch.arange(int(self.count))`, the times of a solver.
+    """Python that reads the value of a weight: `if self.flag > 0`, `torch.arange(int(self.count))`, the time steps of a
+    solver.
 
     What it looks for: Python reads a value during the export that depends only on parameters, constants, and buffers that no call
     writes to.

@@ -37,10 +37,10 @@ FIX = "pad to a fixed size, and pass a mask or a length as a tensor"
 def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
     """An operation whose result has a size that depends on the values of its inputs: nonzero, `x[mask]`, unique, bincount, ...
 
-    What it looks for: a value with an unbacked symbol in its sizes, strides or offset that no input has, and outputs with such a
-    size.
-    Why CUDA forbids it: the host waits for the size to allocate the result and to set the next grid; a recorded kernel has a fixed
-    allocation and grid.
+    What it looks for: a value whose sizes, strides or offset have an unbacked symbol that no input of the operation has.  Also
+    outputs with such a size.
+    Why CUDA forbids it: the host waits for the size to allocate the result and to set the grid of the next kernel; a
+    recorded kernel has fixed addresses and a fixed grid.
     Effect: the operation and its users run on the host, until sizes are known again.  An output of this kind is computed in the
     graph, at the largest possible size.  A call returns it with its true size, and is never padded or chunked.  This works for
     nonzero, where, masks as indices, masked_select, unique, unique_consecutive and torchvision's nms.  After them there may be

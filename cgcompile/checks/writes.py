@@ -61,10 +61,10 @@ def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: attributes of modules that also change in a second call with the same inputs (model/tracing/attributes.py).
     Why CUDA cares: a replay runs kernels and no Python, so the attribute would keep its value from the export.
-    Effect: no bundle can be built, because all its results would be those of the first call.  If every call assigns the attribute
-    before it reads it, no result changes, and it is only a note.  A number, or a tensor that keeps its shape and dtype, is a buffer
-    during the build.  It is also only a note if no result depends on the attribute: a number, or tensors in a list, a dict or a
-    buffer that calls create again at every size.
+    Effect: no bundle can be built, because all its results would be those of the first call.  It is only a note if every call
+    assigns the attribute before it reads it.  It is also only a note if no result depends on the attribute, for these attributes:
+    a number, tensors in a list or a dict, a buffer that calls create again at every size.  The build turns a number, or a tensor
+    that keeps its shape and dtype, into a buffer.
     Fix: use a buffer, `self.register_buffer(name, torch.zeros(()))`, and write to it: it becomes state, which lasts from call to
     call.
     Source: torch.export traces Python once ("attributes assigned during export").
@@ -91,8 +91,8 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: inputs that get new values in the functional form of the program.
     Why CUDA cares: a graph writes to its static copy, which the runtime copies back to the caller's tensor.
-    Effect: a copy back; calls are neither padded nor chunked.  An input whose elements share memory with each other or with another
-    input is refused, because a write would change other elements too.
+    Effect: the runtime copies the input back after the graph.  Calls are neither padded nor chunked.  An input whose elements share
+    memory with each other or with another input is refused, because a write would change other elements too.
     Fix: none needed; or clone the input before writing, and return the result.
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
@@ -144,7 +144,7 @@ def aliased_output(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: outputs of the program that share memory with one of its inputs, before anything is lowered.
     Why CUDA cares: the inputs of a graph are in static buffers, which the next call overwrites.
-    Effect: the output shares memory with the caller's tensor, the weight or the state: a write to one shows in the other.
+    Effect: the output shares memory with the caller's tensor, the weight or the state.  A write to one also changes the other.
     Fix: none needed; clone it in forward() if you need a separate tensor.
     Source: OutputAliasInfo in torch/_inductor/cudagraph_trees.py.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from cgbundle.errors import meant
+from cgbundle.errors import did_you_mean
 
 from ..errors import BuildError, ModelError
 from ..util.model_file import closest
@@ -22,7 +22,7 @@ class SavedDimension(NamedTuple):
     high: int | None
 
 
-Given = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
+SizesOption = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
 """[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"].
 
 For several entries: {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}} or ["decode:batch=1,8"].  Sizes without an entry apply to all
@@ -33,7 +33,7 @@ Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 """A function that makes example inputs for `forward`, or one for each method that is an entry."""
 
 
-def sizes_of_entries(option: Given, dimensions: Mapping[str, Sequence[str]]) -> dict[str, Given]:
+def sizes_of_entries(option: SizesOption, dimensions: Mapping[str, Sequence[str]]) -> dict[str, SizesOption]:
     """Returns the sizes of each entry.  `dimensions` are by entry.  Raises sizes-invalid."""
     if isinstance(option, Mapping):
         parts = [
@@ -71,7 +71,8 @@ def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, 
     name = entry.strip()
     if name not in dimensions:
         raise BuildError(
-            "sizes-invalid", f"sizes: there is no entry {name!r}{meant(name, dimensions)} (there are {', '.join(dimensions)})"
+            "sizes-invalid",
+            f"sizes: there is no entry {name!r}{did_you_mean(name, dimensions)} (there are {', '.join(dimensions)})",
         )
     return name, [rest]
 
@@ -88,7 +89,7 @@ def _first_text(part: Any) -> str:
 
 
 def declared_sizes(
-    option: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None = None, entry: str = ""
+    option: SizesOption, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None = None, entry: str = ""
 ) -> dict[str, tuple[int, ...]]:
     """Returns ascending sizes of every dimension, in declared order.  For a `saved` program (None for a model file), an axis such
     as `input_ids.0` can be used as the name of its dimension.  `entry` names the entry if there are several.  Raises sizes-invalid,
@@ -102,7 +103,7 @@ def declared_sizes(
 
 
 def _declared(
-    option: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
+    option: SizesOption, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
 ) -> dict[str, tuple[int, ...]]:
     pairs = _pairs(option, dimensions, saved, entry)
     by_name: dict[str, tuple[int, ...]] = {}
@@ -114,7 +115,7 @@ def _declared(
             raise BuildError(
                 "sizes-invalid",
                 f"sizes: there is no declared dimension {name!r}{meant} (declared: {listed})",
-                "dimensions are the parameters of inputs()" if saved is None else _standing(saved) or STATIC,
+                "dimensions are the parameters of inputs()" if saved is None else _axes_text(saved) or STATIC,
             )
         if name in by_name:
             raise BuildError("sizes-invalid", f"sizes: dimension {name!r} is given twice")
@@ -136,9 +137,10 @@ def _declared(
         for size in by_name[dimension.name]:
             if size < dimension.low or (dimension.high is not None and size > dimension.high):
                 limits = f"min={dimension.low}" + ("" if dimension.high is None else f", max={dimension.high}")
+                limits += f" ({_axes_text([dimension])})"
                 raise ModelError(
                     "size-excluded",
-                    f"sizes: {dimension.name}={size} is excluded: the program was exported for {limits} ({_standing([dimension])})",
+                    f"sizes: {dimension.name}={size} is excluded: the program was exported for {limits}",
                     "export it again with another torch.export.Dim",
                 )
     return {name: by_name[name] for name in dimensions}
@@ -156,7 +158,7 @@ def assumed_sizes(
     return sizes
 
 
-def _standing(saved: Sequence[SavedDimension]) -> str:
+def _axes_text(saved: Sequence[SavedDimension]) -> str:
     """Returns text such as `dim0 is axis 0 of ids and axis 0 of mask; ...`."""
     phrases = []
     for dimension in saved:
@@ -179,7 +181,7 @@ def count_keys(sizes: Mapping[str, Mapping[str, Sequence[int]]], limit: int) -> 
 
 
 def _pairs(
-    option: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
+    option: SizesOption, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
 ) -> list[tuple[str, list[int]]]:
     if isinstance(option, Mapping):
         return [(name, [_whole(size) for size in sizes]) for name, sizes in option.items()]

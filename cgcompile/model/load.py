@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cgbundle.errors import meant
+from cgbundle.errors import did_you_mean
 from cgbundle.format.file_names import FORWARD
 
 from ..errors import ModelError
@@ -27,7 +27,7 @@ from .source import DonationNames, Recipe, Source, StateRows
 from .tracing.wrapped_modules import unwrapped
 from .user_code import call_user, definition, plain_errors
 
-ROWS_EXAMPLE = 'for example {"keys_*": "pages"}, or {"keys_*": ("pages", 4096)} for at most as many as are of use'
+ROWS_EXAMPLE = 'for example {"keys_*": "pages"}, or {"keys_*": ("pages", 4096)} with the maximum number of rows'
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:
@@ -38,8 +38,8 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
 def load_sources(
     model: str | os.PathLike[str] | torch.nn.Module | Recipe, inputs: Inputs | None = None, share: tuple[int, int] | None = None
 ) -> tuple[Source, ...]:
-    """Loads a model.  Returns a source for each entry, `forward` first.  `share` is (rank, world) of a model over several devices.
-    Raises source-missing or source-invalid, with the user's file and line if their code failed."""
+    """Loads a model.  Returns a source for each entry, `forward` first.  `share` is (rank, world) if the model has a share for
+    each of several GPUs.  Raises source-missing or source-invalid, with the user's file and line if their code failed."""
     if isinstance(model, Recipe):
         with plain_errors():
             instance = model.model()
@@ -63,7 +63,7 @@ def load_sources(
         sources = _from_module(
             name_of(label), label, label, label, _member(module, "model", label), _inputs_of(module, label), share
         )
-        return _declared(sources, module, label)
+        return _with_declarations(sources, module, label)
     if kind == "folder":
         raise ModelError("source-invalid", f"{label}: the folder of a language model, expected a model file")
     path, _, attribute = label.partition(":")
@@ -71,7 +71,7 @@ def load_sources(
     sources = _from_module(
         name_of(label), label, path, path, _attribute(module, attribute, label), _inputs_of(module, label), share
     )
-    return _declared(sources, module, label)
+    return _with_declarations(sources, module, label)
 
 
 def checked_donations(answer: Any, label: str) -> tuple[DonationNames, ...]:
@@ -93,7 +93,7 @@ def with_rows(sources: tuple[Source, ...], state: Any) -> tuple[Source, ...]:
 
 def declared_rows(state: Any, model: torch.nn.Module, label: str) -> tuple[StateRows, ...]:
     """Checks the result of state(): a dict from names or patterns of buffers to dimensions.  A value is the name of a dimension, or
-    a pair of it and the maximum useful number of rows.  Raises source-invalid, state-refused."""
+    a pair of this name and the maximum number of rows.  Raises source-invalid, state-refused."""
     if not isinstance(state, Mapping):
         text = f"{label}: state: expected a dict from buffers to dimensions, got {type(state).__name__}"
         raise ModelError("source-invalid", text, ROWS_EXAMPLE)
@@ -103,10 +103,12 @@ def declared_rows(state: Any, model: torch.nn.Module, label: str) -> tuple[State
     for pattern, value in state.items():
         name, limit = value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
         if not (isinstance(pattern, str) and isinstance(name, str) and name.isidentifier() and type(limit) in (int, type(None))):
-            raise ModelError("source-invalid", f"{label}: state: {pattern!r}: {value!r} is no dimension", ROWS_EXAMPLE)
+            raise ModelError("source-invalid", f"{label}: state: {pattern!r}: {value!r} is not a dimension", ROWS_EXAMPLE)
         matches = [buffer for buffer in by_name if fnmatchcase(buffer, pattern)]
         if not matches:
-            raise ModelError("state-refused", f"{label}: state: the model has no buffer {pattern!r}{meant(pattern, by_name)}")
+            raise ModelError(
+                "state-refused", f"{label}: state: the model has no buffer {pattern!r}{did_you_mean(pattern, by_name)}"
+            )
         names = by_dimension.setdefault(name, [])
         names += [buffer for buffer in matches if buffer not in names]
         if limit is not None:
@@ -123,19 +125,19 @@ def _checked(name: str, buffers: Sequence[str], maximum: int | None, by_name: Ma
     for buffer in buffers:
         value = by_name[buffer]
         if not value.numel() or value.shape[0] != number:
-            text = f"has shape {list(value.shape)}: {name!r} is the size of its first axis, {number} in {buffers[0]!r}"
+            text = f"has shape {list(value.shape)}, but buffers with {name!r} need the same first axis ({buffers[0]!r}: {number})"
         elif not value.is_contiguous():
-            text = f"strides {list(value.stride())} are not those of a contiguous tensor"
+            text = f"is not contiguous: its strides are {list(value.stride())}"
         elif any(other is not value and _shares(other, value) for other in by_name.values()):
             text = "shares memory with another buffer"
         elif not is_zero(value):
-            text = "is not zeros at first, as rows are that are added when the bundle is loaded"
+            text = "has values other than zero, but a load fills the buffer with zeros"
         else:
             continue
         raise ModelError("state-refused", f"{label}: state: buffer {buffer!r} {text}")
     if maximum is not None and maximum < number:
-        text = f"{label}: state: at most {maximum} {name} are of use, and the model has {number}"
-        raise ModelError("state-refused", text, "make the model with fewer rows: its number is the minimum for a load")
+        text = f"{label}: state: the maximum of {name!r} is {maximum}, but the model has {number} rows"
+        raise ModelError("state-refused", text, "let model() make fewer rows: a load cannot choose fewer than model() makes")
     return StateRows(name=name, buffers=tuple(buffers), number=number, most=maximum)
 
 
@@ -143,7 +145,7 @@ def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _declared(sources: tuple[Source, ...], module: ModuleType, label: str) -> tuple[Source, ...]:
+def _with_declarations(sources: tuple[Source, ...], module: ModuleType, label: str) -> tuple[Source, ...]:
     """Returns the sources with the results of donations() and state(), if the module defines them."""
     if hasattr(module, "donations"):
         pairs = checked_donations(call_user(module.donations, "donations()", label), label)
@@ -154,8 +156,8 @@ def _declared(sources: tuple[Source, ...], module: ModuleType, label: str) -> tu
 
 
 def load_code(code: str) -> None:
-    """Imports the files and modules in `code`, one per line, without creating the model: they may register operators.  Raises
-    source-missing, source-invalid."""
+    """Imports the files and modules in `code`, one per line, because they may register operators.  Does not create the model.
+    Raises source-missing, source-invalid."""
     for line in code.splitlines():
         if line.endswith(".py"):
             _load_file(line)
@@ -184,15 +186,15 @@ def _sources(name: str, label: str, code: str, model: Any, inputs: Inputs, owned
 def _check_entries(makers: Mapping[Any, Any], model: torch.nn.Module, label: str) -> None:
     """Raises source-invalid unless each entry is a method of the model with a function for its inputs."""
     if not makers:
-        raise ModelError("source-invalid", f"{label}: entries() names no method of the model")
+        raise ModelError("source-invalid", f"{label}: entries() returned an empty dict, expected methods of the model")
     for entry, maker in makers.items():
         if not isinstance(entry, str) or not entry.isidentifier() or entry.startswith("_"):
             raise ModelError("source-invalid", f"{label}: entries(): {entry!r} is not the name of a method")
         if entry != FORWARD and not inspect.ismethod(getattr(model, entry, None)):
             raise ModelError("source-invalid", f"{label}: entries(): {type(model).__name__} has no method {entry!r}")
         if not callable(maker):
-            text = "inputs" if entry == FORWARD else f"entries(): that of {entry!r}"
-            raise ModelError("source-invalid", f"{label}: {text} is a {type(maker).__name__}, expected a function")
+            where = "inputs" if entry == FORWARD else f"entries(): {entry!r}"
+            raise ModelError("source-invalid", f"{label}: {where}: expected a function, got {type(maker).__name__}")
 
 
 def _inputs_of(module: ModuleType, label: str) -> Any:
@@ -200,12 +202,12 @@ def _inputs_of(module: ModuleType, label: str) -> Any:
     if not hasattr(module, "entries"):
         return _member(module, "inputs", label)
     if hasattr(module, "inputs"):
-        raise ModelError("source-invalid", f"{label}: inputs() and entries() are both there, expected one of them")
+        raise ModelError("source-invalid", f"{label}: defines both inputs() and entries(), expected one of them")
     makers = call_user(module.entries, "entries()", label)
     if not isinstance(makers, Mapping):
         raise ModelError(
             "source-invalid",
-            f"{label}: entries() gave {type(makers).__name__}, expected a dict from methods to functions that make their inputs",
+            f"{label}: entries() returned {type(makers).__name__}, expected a dict from methods to functions for their inputs",
         )
     return makers
 
@@ -218,8 +220,8 @@ def _from_module(
     if takes_rank and share is None:
         raise ModelError(
             "source-invalid",
-            f"{where}: model(rank, world) is over several GPUs",
-            "`cgcompile build --world 2` checks and builds it for two",
+            f"{where}: model(rank, world) needs the number of GPUs",
+            "for two GPUs: `cgcompile build --world 2`, which also checks the model",
         )
     if is_module:
         model = maker
@@ -228,7 +230,7 @@ def _from_module(
     elif takes_rank:
         model = call_user(maker, f"model(rank={share[0]}, world={share[1]})", label, rank=share[0], world=share[1])
     if share is not None and not takes_rank:
-        text = f"{where}: model() takes no rank and world: it would be the same on all {share[1]} GPUs"
+        text = f"{where}: model() has no parameters rank and world, so all {share[1]} GPUs would compute the same"
         raise ModelError("source-invalid", text, "define model(rank, world), or leave --world out")
     if not callable(inputs) and not isinstance(inputs, Mapping):
         raise ModelError("source-invalid", f"{where}: inputs is a {type(inputs).__name__}, expected a function")
@@ -246,7 +248,8 @@ def _dimensions(inputs: Callable[..., Any], label: str) -> tuple[str, ...]:
     for parameter in inspect.signature(inputs).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ModelError(
-                "source-invalid", f"{label}: the parameter {parameter} of inputs() has no name to declare a dimension with"
+                "source-invalid",
+                f"{label}: the parameter {parameter} of inputs() declares no dimension: name each dimension",
             )
         names.append(parameter.name)
     return tuple(names)

@@ -40,7 +40,7 @@ ROWS = "cgcompile_rows_"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRows:
     """A dimension of the state.  `buffers` are the names in the model of the buffers whose first axis has this size.  `number` is
-    the number of rows at the build.  `most` is the maximum useful number of rows, None if unknown."""
+    the number of rows at the build.  `most` is the maximum that a load chooses by itself, None for none."""
 
     name: str
     buffers: tuple[str, ...]

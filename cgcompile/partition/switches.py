@@ -1,4 +1,4 @@
-"""Nested branches that compare one value with constants: the bodies of a switch.  Pure FX.
+"""Converts nested `torch.cond` operators that compare one value with constants to one switch.  Works on FX graphs only.
 
 Private interfaces (torch 2.11, 2.13): the order of the arguments of `torch.cond` as an operator.
 """
@@ -17,8 +17,9 @@ from ..export.higher_order.conditionals import COND, higher_order
 
 
 class Case(NamedTuple):
-    """A body of a switch.  `constant`: selects it; None for the last one.  `source` and `module`: its graph in the original and in
-    the copy.  `operands`: values of the graph that contains the switch."""
+    """A body of a switch.  It runs if the value equals `constant`; the last body has None and runs otherwise.  `source` is its
+    graph in the original program, `module` in the copy that `blocks` edits.  `operands` are its inputs: values of the graph
+    that contains the switch."""
 
     constant: Any
     source: GraphModule
@@ -26,12 +27,12 @@ class Case(NamedTuple):
     operands: tuple[Any, ...]
 
 
-SWITCH_FROM, SWITCH_TO = 3, 256
-"""The least and the largest number of bodies of a switch.  Two bodies are a branch; a uint8 choice has 256 values."""
+MIN_CASES, MAX_CASES = 3, 256
+"""The smallest and the largest number of bodies of a switch.  Two bodies are a branch.  The number of the body is a uint8."""
 
 
 def cases_of(source: GraphModule, module: GraphModule, node: Node) -> list[Case]:
-    """Returns the bodies of the switch that begins with a node, or []."""
+    """Returns the bodies of the switch whose outermost `torch.cond` is `node`; [] if it is no switch."""
     cases: list[Case] = []
     value: Any = None
     bindings: dict[Node, Any] = {}
@@ -50,7 +51,7 @@ def cases_of(source: GraphModule, module: GraphModule, node: Node) -> list[Case]
             break
         node = inner
     cases.append(Case(None, source, module, tuple(bindings.values())))
-    return cases if SWITCH_FROM <= len(cases) <= SWITCH_TO else []
+    return cases if MIN_CASES <= len(cases) <= MAX_CASES else []
 
 
 def _is_comparison(value: Any) -> bool:
@@ -59,8 +60,8 @@ def _is_comparison(value: Any) -> bool:
 
 
 def _only_conditional(module: GraphModule) -> Node | None:
-    """Returns the branch of a graph that has nothing but the branch and its comparison and returns the branch's results, or
-    None."""
+    """Returns the `torch.cond` of a graph that consists of a comparison and this operator, and that returns exactly its results.
+    Returns None for other graphs."""
     nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     (output,) = module.graph.find_nodes(op="output")
     outputs = tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
@@ -72,7 +73,7 @@ def _only_conditional(module: GraphModule) -> Node | None:
 
 
 def choice_of(graph: Graph, compared: Node, cases: Sequence[Case]) -> Node:
-    """Adds nodes that compute the number of the first case whose constant equals the value, else of the last case, as uint8."""
+    """Adds nodes that compute the number of the case to run, as uint8: the first whose constant equals the value, or the last."""
     aten, value = torch.ops.aten, compared.args[0]
     choice: Any = len(cases) - 1
     for number, case in reversed(list(enumerate(cases[:-1]))):

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..capture.processes import recorder_processes
 from ..export.paths import MAX_PATHS
-from ..model.declared_sizes import Given, Inputs
+from ..model.declared_sizes import Inputs, SizesOption
 from ..targets.choice import asks_gpu
 from ..util.garbage_collection import quick_imports, seldom_collected
 from ..util.progress import Progress, Stages, Watcher, watcher
@@ -75,7 +75,7 @@ def build(
     model: Any,
     inputs: Inputs | None = None,
     *,
-    sizes: Given = (),
+    sizes: SizesOption = (),
     out: str | os.PathLike[str] | None = None,
     target: str = "auto",
     strict: bool = False,
@@ -125,14 +125,14 @@ def build(
     How it is built:
 
     - `lower`: eager, inductor or max-autotune; for the cpu target only inductor.
-    - `autotune`: builds all of these and one with Triton kernels only, on the GPU that the bundle is for.  Verifies and times them,
-      and keeps the fastest at every int_key.  `autotune_timeout`: seconds after which the search ends with the lowerings that are
-      ready.
+    - `autotune`: builds with each value of `lower`, and once with Triton kernels only, on the GPU that the bundle is for.  It
+      verifies and times these lowerings, and keeps the fastest at every int_key.  `autotune_timeout`: seconds after which the
+      search ends with the lowerings that are ready.
     - `specialize`: "size" lowers every int_key separately, "shared" all together with dynamic shapes (fewer images, slower
       kernels).
     - `record`: capture (on a GPU of this machine), cross-compile (without a GPU), or auto.
     - `prove`: interpret or none, for a cross-compiled bundle; other bundles are replayed.  `prove_budget`: seconds after which the
-      interpreter stops.  The smallest int_key is always verified; those that were not are listed.
+      interpreter stops.  The smallest int_key is always verified; the build lists the others.
     - `fallback_ops`: operators that run on the host between two graphs, such as "mylib::op".
     - `standalone`: whether a CPU bundle contains all functions that its code calls, so that it serves without torch.  None: if
       possible.  True refuses other models, and names the function.  False uses torch's libraries.
@@ -144,14 +144,15 @@ def build(
     What stops a build:
 
     - `strict`: operations that would run on the host are errors.
-    - `allow`: rules whose findings are allowed; the manifest names them.  A refusal cannot be allowed.  "mismatched-integers"
-      allows integers that rounding can change.  Indices that point at equal floats need no such option.
+    - `allow`: rules whose findings are allowed; the manifest names them.  A finding that refuses the build cannot be allowed.
+      "mismatched-integers" allows integers that rounding changes.  Indices that select another of several equal floats are
+      allowed without this option.
     - `max_keys`: the maximum number of int_keys.  `max_paths`: the maximum number of paths through the model's Python code (`if`,
       `while`, `assert` on tensors).
     - `force`: replaces an existing bundle.
 
-    For the folder of a language model, without `sizes`.  The build raises language-model-refused if a small copy of the model
-    writes another text than transformers:
+    The build of a language model's folder compares a small copy of the model with transformers.  It raises
+    language-model-refused if their texts differ.  Such a build takes these options instead of `sizes`:
 
     - `context`: tokens of the longest text.  Default: the model's, at most 8192 on a GPU and 2048 on a CPU.
     - `lanes`: how many texts share a call.  Default: 1, 8 and 32, on a CPU 1 and 4.
@@ -169,7 +170,7 @@ def build(
     bundle.  After an exception, also KeyboardInterrupt, no files and no processes are left.  The command turns SIGTERM and SIGHUP
     into an exception.  If your program does not, the next build removes the unfinished bundle.
 
-    Raises a CgbundleError, mostly a BuildError.  The page "Errors" lists its `code`.  Nothing is published then.
+    Raises a CgbundleError, mostly a BuildError, and then publishes nothing.  The page "Errors" lists all codes (`error.code`).
     """
     with watcher(progress) as tell:
         if is_gguf(model):
@@ -222,7 +223,7 @@ def check(
     model: Any,
     inputs: Inputs | None = None,
     *,
-    sizes: Given = (),
+    sizes: SizesOption = (),
     target: str = "auto",
     strict: bool = False,
     fallback_ops: Sequence[str] = (),
@@ -239,12 +240,12 @@ def check(
 ) -> Report:
     """Reports all findings for a model, and the regions that a build would make.  Builds nothing, and needs no GPU.
 
-    `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for assumed sizes.  `target`: as for `build`;
-    cuda needs no GPU.
+    `model`, `inputs` and `sizes` as for `build`; the check assumes sizes for a dimension that has none.  `target`: as for
+    `build`; cuda needs no GPU.
 
     `strict`: operations that would run on the host are refused.  `fallback_ops`: operators that run on the host, such as
     "mylib::op".  `train`, `max_paths`, `context`, `lanes`, `chunk`, `dtype`, `weights`, `adapters`, `adapter_rank` and `progress`
-    as for `build`.  Most of the time is the import of torch.
+    as for `build`.  A check spends most of its time importing torch.
 
     Raises a BuildError for wrong arguments, and if the model cannot be exported for a reason that is not a finding.
     """

@@ -16,7 +16,7 @@ from cgbundle.format.file_names import FORWARD
 from cgbundle.validate.manifest import WORLDS
 
 from ..errors import BuildError
-from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
+from ..model.declared_sizes import SizesOption, count_keys, declared_sizes, sizes_of_entries
 from ..targets.choice import asks_torch, choose, is_cpu, recorder_for
 from ..targets.requirements import check_compiler, check_packages
 from ..util.explanations import explanations, nearest
@@ -130,7 +130,7 @@ def _check_targets(targets: Sequence[str], options: Options) -> None:
         raise BuildError("option-invalid", "--autotune times one GPU, and several targets are named", "build one target")
 
 
-def check_check(model: Any, inputs: Any, sizes: Given, target: str, train: bool, language: LanguageOptions) -> None:
+def check_check(model: Any, inputs: Any, sizes: SizesOption, target: str, train: bool, language: LanguageOptions) -> None:
     """Raises what `check` would raise for these arguments.  See `check_build`."""
     check_arguments(model, inputs)
     check_packages("host")
@@ -141,7 +141,7 @@ def check_check(model: Any, inputs: Any, sizes: Given, target: str, train: bool,
         recorder_for(target)
 
 
-def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
+def _check_model(model: Any, sizes: SizesOption, max_keys: int | None) -> str:
     """Returns the bundle's default name, or "" for a module in memory.  If `max_keys` is None, sizes may be missing."""
     if not isinstance(model, str | os.PathLike):
         return ""

@@ -30,7 +30,7 @@ from ..export.paths import MAX_PATHS
 from ..export.programs import Programs, with_shared_constants
 from ..export.signature.more_rows import same_with_more_rows
 from ..export.signature.signature import describe_signature
-from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
+from ..model.declared_sizes import Inputs, SizesOption, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
 from ..model.load import checked_donations, load_sources, with_rows
 from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_models, models_at
@@ -316,7 +316,7 @@ def _default(chosen: Chosen) -> str:
     return "cpu: no GPU is here" if chosen.recorder == "host" else f"{chosen.target}, the GPU of this machine"
 
 
-def _sizes(sources: Sequence[Source], sizes: Given) -> dict[str, dict[str, tuple[int, ...]]]:
+def _sizes(sources: Sequence[Source], sizes: SizesOption) -> dict[str, dict[str, tuple[int, ...]]]:
     """Returns the sizes of every entry's dimensions."""
     sizes_by_entry = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources})
     many = len(sources) > 1

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.export import ExportedProgram
 
 from cgbundle.format.schema import Finding
-from cgbundle.format.size_expressions import standing
+from cgbundle.format.size_expressions import axes_text
 
 from ..checks import check as check_rules
 from ..checks.context import operator
@@ -26,7 +26,7 @@ from ..export.paths.explore import PathsRefused
 from ..export.paths.program import WayStopped
 from ..export.signature.signature import describe_signature
 from ..export.weights import weight_placeholders
-from ..model.declared_sizes import Given, Inputs, assumed_sizes, declared_sizes, sizes_of_entries
+from ..model.declared_sizes import Inputs, SizesOption, assumed_sizes, declared_sizes, sizes_of_entries
 from ..model.flat_module import PREFIX
 from ..model.load import load_sources
 from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_models, models_at
@@ -56,7 +56,7 @@ def check(
     model: Any,
     inputs: Inputs | None,
     *,
-    sizes: Given,
+    sizes: SizesOption,
     target: str,
     strict: bool,
     fallback_ops: Sequence[str],
@@ -94,7 +94,7 @@ def check(
     return replace(reports[0], mode=mode, others=tuple([replace(report, mode=mode) for report in reports[1:]]))
 
 
-def _entry_sizes(source: Source, sizes: Given | None, several: bool) -> dict[str, tuple[int, ...]]:
+def _entry_sizes(source: Source, sizes: SizesOption | None, several: bool) -> dict[str, tuple[int, ...]]:
     """Returns the sizes that the user gave for one entry, else assumed ones."""
     if sizes is None:
         return assumed_sizes(tuple(source.dimensions), source.saved, ASSUMED)
@@ -149,7 +149,7 @@ def _report(
     else:
         per_size = exported.programs.reason
         shapes = [(name, shape) for (name, _), shape in zip(exported.flat.like.leaves, exported.shapes, strict=True)]
-        axes = tuple([(name, standing(name, shapes)) for name in sizes])
+        axes = tuple([(name, axes_text(name, shapes)) for name in sizes])
         checked = check_rules(
             exported, target, fallback_ops, conditionals=recorder in CONDITIONALS, cross_compiled=recorder == "cross-compile"
         )

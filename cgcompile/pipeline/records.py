@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgbundle.format.schema import Finding
 
-from ..model.declared_sizes import Given
+from ..model.declared_sizes import SizesOption
 from ..util.disk_space import size
 from ..util.progress import Watcher
 
@@ -38,7 +38,7 @@ class LanguageOptions:
 class Options:
     """How a model is built: the keyword parameters of `build`."""
 
-    sizes: Given
+    sizes: SizesOption
     out: str | os.PathLike[str] | None
     target: str
     strict: bool
@@ -127,11 +127,11 @@ class Report:
     """The findings of `check` for an entry of the model, and in `others` for its other entries.  `print` shows a line for each
     finding.
 
-    `target` is "cuda" or "cpu".  `sizes` are the checked sizes, `assumed` the dimensions without sizes from the user, `axes` the
-    axes of the inputs of each dimension, as text.  `mode`: a note about training mode, or "".  `per_size`: why every int_key is
-    exported separately, "" if one program serves all.  `regions` are those that a build would make, `returned` the values that the
-    program returns.  Both are empty for the cpu target, which has no graphs, and if no bundle can be built: `unpartitioned` has the
-    reason.
+    `target` is "cuda" or "cpu".  `sizes` are the checked sizes.  `assumed` are the dimensions for which the check assumed sizes.
+    `axes` says for each dimension, as text, which axes of the inputs have its size.  `mode`: a note about training mode, or "".
+    `per_size`: why every int_key is exported separately, "" if one program serves all.  `regions` are those that a build would
+    make, `returned` the values that the program returns.  Both are empty for the cpu target, which has no graphs, and if no bundle
+    can be built: `unpartitioned` has the reason.
     """
 
     name: str
@@ -171,7 +171,7 @@ class Report:
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """Of every entry."""
+        """The reports of all entries: this one, then `others`."""
         return (self, *self.others)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cgbundle.errors import meant
+from cgbundle.errors import did_you_mean
 from cgbundle.format.file_names import donating_programs
 from cgbundle.format.schema import Donation, Manifest, TensorSpec
 from cgbundle.format.size_expressions import evaluate
@@ -54,7 +54,7 @@ def _entry_and_position(pair: DonationNames, side: int, entries: Sequence[EntryB
         names = [entry.name for entry in entries]
         raise ModelError(
             "donation-unknown",
-            f"donations(): {_pair_text(pair)}: {name!r} is no entry{meant(name, names)}; the entries are {', '.join(names)}",
+            f"donations(): {_pair_text(pair)}: {name!r} is no entry{did_you_mean(name, names)}; the entries are {', '.join(names)}",
         )
     signature = entry.prepared.signature
     kind, specs = ("input", signature.inputs) if side else ("output", signature.outputs)

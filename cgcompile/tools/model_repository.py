@@ -34,9 +34,10 @@ def model_repository(
     """Writes `bundles`, paths of bundles of one model, as a repository at `out`, atomically.  Returns its path.  Files are hard
     links if possible.
 
-    `base_model` is the name of the original model on the Hub, `license` an identifier of the Hub.  Both are in the model card.
-    Upload it with `huggingface_hub.upload_folder(repo_id=..., folder_path=out)`.  Raises output-exists, also for two bundles for
-    one kind of machine, output-unwritable, and the errors of `cgbundle.load` with check="full".
+    `base_model` is the name of the original model on the Hub, `license` a license identifier as the Hub uses it.  Both are in
+    the model card.
+    Upload it with `huggingface_hub.upload_folder(repo_id=..., folder_path=out)`.  Raises output-exists, output-unwritable, and the
+    errors of `cgbundle.load` with check="full".  Two bundles for the same kind of machine also raise output-exists.
     """
     place = Path(out)
     check_free(place, False)

@@ -135,10 +135,10 @@ def _uncapturable(op: Any) -> tuple[str, str] | None:
     """Returns the result of the rules of `check` for an operator that cannot be part of a graph, or None."""
     import torch
 
-    from ..checks.operators import INCOMPATIBLE, WAITING
+    from ..checks.operators import INCOMPATIBLE, SYNCHRONIZING
     from ..checks.shapes import FIXES
 
-    if (replacement := WAITING.get(str(op))) is not None:
+    if (replacement := SYNCHRONIZING.get(str(op))) is not None:
         return "no", f"it waits for the GPU to say whether it failed{f': {replacement} does not' if replacement else ''}"
     name = str(op).removeprefix("aten.").partition(".")[0]
     if torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags:

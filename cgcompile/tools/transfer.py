@@ -153,8 +153,8 @@ def pull(url: str, out: str | os.PathLike[str] | None = None, *, replace: bool =
 
     Continues an interrupted pull of the same bundle, if its files beside `out` belong to this user only.
 
-    Raises as `push`, not-a-bundle if the URL has no complete bundle, output-unwritable, output-busy, disk-full, and file-damaged
-    for files that differ from the manifest.
+    Raises the errors of `push`, output-unwritable, output-busy, disk-full, not-a-bundle if the URL has no complete bundle, and
+    file-damaged for files that differ from the manifest.
     """
     remote = _remote(url)
     place = destination_path(out, url.rstrip("/").rpartition("/")[2].removesuffix(".cgb") or "bundle")

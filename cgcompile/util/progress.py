@@ -83,7 +83,8 @@ class Stages:
 
 
 Progress = Watcher | Literal["bar", "silent"] | None
-"""How stages are reported: to a function, "bar" (shown), "silent" (not shown), None (shown on a terminal or in a notebook)."""
+"""Where the progress of a build goes: to a function, on stderr ("bar"), or nowhere ("silent").  None shows it on stderr if stderr
+is a terminal or a notebook."""
 
 NAMES = 10
 """Columns for the name of a stage."""

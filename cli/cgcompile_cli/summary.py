@@ -13,7 +13,7 @@ from cgbundle.format import archive, file_names
 from cgbundle.format.file_names import FORWARD, entry_named
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, EntrySpec, Manifest, Target, TensorSpec, Weight
-from cgbundle.format.size_expressions import standing, text
+from cgbundle.format.size_expressions import axes_text, text
 from cgbundle.format.variants import variant_name
 from cgbundle.weights.host import least_rows
 from cgbundle.weights.update import updatable
@@ -42,7 +42,7 @@ UPDATED = "(updated by the call)"
 RANDOM = "the seed of the random numbers, and how many calls there were"
 """The name of the state that the manifest calls `random`."""
 
-PADDING = {"rows": "padded (any filling is exact)", "zeros": "padded with zeros", "no": "never padded"}
+PADDING = {"rows": "padded with any values", "zeros": "padded with zeros", "no": "never padded"}
 
 
 OWN_ATTRIBUTES = ("manifest", "name", "int_keys", "inputs", "outputs", "memory", "state")
@@ -212,7 +212,7 @@ def alias_of(manifest: Manifest, entry: EntrySpec, alias: Alias) -> str:
 
 
 def padding(row: Dimension) -> str:
-    """Describes a dimension: `batch: padded (any filling is exact), chunked: <why>`."""
+    """Describes a dimension: `batch: padded with any values, chunked: <why>`."""
     chunks = "chunked" if row.chunk else "not chunked"
     return f"{row.name}: {PADDING[row.pad]}, {chunks}" + (f": {row.reason}" if row.reason else "")
 
@@ -246,7 +246,7 @@ def entry_lines(manifest: Manifest, entry: EntrySpec) -> list[str]:
 def axes(entry: EntrySpec) -> list[str]:
     """Returns `batch: axis 0 of ids, mask` for every dimension."""
     shapes = [(spec.name, spec.shape) for spec in entry.inputs]
-    return [f"{dimension.name}: {cut(standing(dimension.name, shapes))}" for dimension in entry.dimensions]
+    return [f"{dimension.name}: {cut(axes_text(dimension.name, shapes))}" for dimension in entry.dimensions]
 
 
 def world(manifest: Manifest) -> list[str]:
@@ -310,15 +310,15 @@ def state(manifest: Manifest) -> list[str]:
 
 
 def state_rows(manifest: Manifest) -> list[str]:
-    """Returns `pages: 9 rows or more, chosen by load(..., state={"pages": N}); 65 are of use, 4.0 KiB each` by dimension."""
+    """Returns `pages: 9 rows or more, chosen by load(..., state={"pages": N}); at most 65 by default, 4.0 KiB each`."""
     lines = []
     for dimension in manifest.state_dimensions:
         rows = [manifest.weights[index] for index in dimension.weights]
         least = least_rows(dimension, manifest.weights)
         row = size(sum(nbytes(weight.dtype, weight.shape) for weight in rows) // least)
-        use = f"{dimension.most} are of use, " if dimension.most is not None else ""
+        most = f"at most {dimension.most} by default, " if dimension.most is not None else ""
         lines.append(
-            f'{dimension.name}: {least} rows or more, chosen by load(..., state={{"{dimension.name}": N}}); {use}{row} each'
+            f'{dimension.name}: {least} rows or more, chosen by load(..., state={{"{dimension.name}": N}}); {most}{row} each'
         )
     return lines
 

@@ -18,7 +18,7 @@ from cgbundle.program.opening import MODES
 from cgcompile.bundle.recordings import ConditionalNode, decode
 from tests.gpu.helpers.counting import Counting
 from tests.helpers.bundles.conditional_rows import WAYS, expected, several, switching
-from tests.helpers.drivers.conditional_bench import CASES, Bench
+from tests.helpers.drivers.conditional_harness import CASES, RecordingHarness
 from tests.helpers.drivers.fake_driver import install
 
 
@@ -35,23 +35,23 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no GPU: {missing()}")
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def harness(tmp_path: Path) -> Iterator[RecordingHarness]:
     from cgcompile.targets.kernels.conditions import condition_image
 
     context = Context(0)
     image = condition_image(context.arch)
     with ExitStack() as cleanup:
         cleanup.callback(context.release)
-        yield Bench(tmp_path / "bench.cgb", image, cleanup)
+        yield RecordingHarness(tmp_path / "harness.cgb", image, cleanup)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_branches_and_loops_follow_the_data(bench: Bench, mode: str) -> None:
-    executor = bench.executor(mode)
+def test_branches_and_loops_follow_the_data(harness: RecordingHarness, mode: str) -> None:
+    executor = harness.executor(mode)
     for choices, flag in CASES:
-        bench.give(choices, flag)
-        executor.launch(bench.context.stream)
-        assert bench.read_back() == expected(choices, flag)
+        harness.fill_arena(choices, flag)
+        executor.launch(harness.context.stream)
+        assert harness.read_back() == expected(choices, flag)
     executor.close()
 
 
@@ -63,40 +63,40 @@ def test_a_switch_runs_the_body_of_its_number(tmp_path: Path, mode: str) -> None
     image = condition_image(context.arch)
     with ExitStack() as cleanup:
         cleanup.callback(context.release)
-        bench = Bench(tmp_path / "bench.cgb", image, cleanup, switching)
-        executor = bench.executor(mode)
+        harness = RecordingHarness(tmp_path / "harness.cgb", image, cleanup, switching)
+        executor = harness.executor(mode)
         for flag in (1, 0, WAYS, 2, 255):
-            bench.give((), flag)
-            executor.launch(bench.context.stream)
-            assert bench.read_back()[1] == (10 + flag if flag < WAYS else 9)
+            harness.fill_arena((), flag)
+            executor.launch(harness.context.stream)
+            assert harness.read_back()[1] == (10 + flag if flag < WAYS else 9)
         executor.close()
 
 
-def test_a_callers_capture_takes_them_node_by_node(bench: Bench) -> None:
+def test_a_callers_capture_takes_them_node_by_node(harness: RecordingHarness) -> None:
     bindings = pytest.importorskip("cuda.bindings.driver")
-    executor, stream = bench.executor("graph"), bench.context.stream
+    executor, stream = harness.executor("graph"), harness.context.stream
     mode = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     check("cuStreamBeginCapture", bindings.cuStreamBeginCapture(stream, mode))
     executor.join(stream)
     graph = int(check("cuStreamEndCapture", bindings.cuStreamEndCapture(stream)))
     executable = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, 0))
     for choices, flag in CASES:
-        bench.give(choices, flag)
+        harness.fill_arena(choices, flag)
         check("cuGraphLaunch", cu.cuGraphLaunch(executable, stream))
-        assert bench.read_back() == expected(choices, flag)
+        assert harness.read_back() == expected(choices, flag)
     check("cuGraphExecDestroy", cu.cuGraphExecDestroy(executable))
     check("cuGraphDestroy", cu.cuGraphDestroy(graph))
     executor.close()
 
 
-def test_how_long_a_turn_takes(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_long_a_turn_takes(harness: RecordingHarness, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the time of one loop iteration with 4 copies, a branch and a fill; asserts nothing about it."""
-    executor, stream = bench.executor("graph"), bench.context.stream
+    executor, stream = harness.executor("graph"), harness.context.stream
     begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
     times = {}
     for turns in (0, 20):
         for _ in range(3):
-            bench.give((1,) * turns, 0)
+            harness.fill_arena((1,) * turns, 0)
             check("cuEventRecord", cu.cuEventRecord(begin, stream))
             executor.launch(stream)
             check("cuEventRecord", cu.cuEventRecord(end, stream))
@@ -117,9 +117,9 @@ def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[s
         cleanup.callback(context.release)
         for nested in (False, True):
             rows = partial(several, ways=ways, nested=nested)
-            bench = Bench(tmp_path / f"{nested}.cgb", condition_image(context.arch), cleanup, rows)
-            executor, stream = bench.executor("graph"), bench.context.stream
-            bench.give((0,) * ways, ways - 1)
+            harness = RecordingHarness(tmp_path / f"{nested}.cgb", condition_image(context.arch), cleanup, rows)
+            executor, stream = harness.executor("graph"), harness.context.stream
+            harness.fill_arena((0,) * ways, ways - 1)
             begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
             microseconds = []
             for _ in range(20):
@@ -128,7 +128,7 @@ def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[s
                 check("cuEventRecord", cu.cuEventRecord(end, stream))
                 check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
                 microseconds.append(1e3 * check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end)))
-            assert bench.read_back()[1] == 9 + ways
+            assert harness.read_back()[1] == 9 + ways
             times.append(sorted(microseconds)[len(microseconds) // 2])
             executor.close()
     with capsys.disabled():

@@ -16,9 +16,9 @@ AGREE, STRICTER, LOOSER = "agree", "stricter", "looser"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A case with both verdicts. `missed` has PyTorch's flags at lines that cgcompile does not flag.
+    """A case with both verdicts.
 
-    `outcome`: "looser" if something is missed, "stricter" if cgcompile flags what PyTorch passes, "agree" otherwise.
+    `outcome`: "looser" if cgcompile misses a flag of PyTorch, "stricter" if only cgcompile flags the case, "agree" otherwise.
     """
 
     case: Case
@@ -27,10 +27,12 @@ class Row:
 
     @property
     def missed(self) -> tuple[Flag, ...]:
-        """Any flag of cgcompile covers one without lines; a flag with lines needs one at a same line. An error covers all."""
-        return tuple([flag for flag in self.theirs if not self._met(flag)])
+        """The flags of PyTorch that cgcompile does not cover."""
+        return tuple([flag for flag in self.theirs if not self._covers(flag)])
 
-    def _met(self, flag: Flag) -> bool:
+    def _covers(self, flag: Flag) -> bool:
+        """A flag of PyTorch with lines is covered if cgcompile flags one of these lines. A flag without lines is covered if
+        cgcompile flags anything. An export error of cgcompile covers every flag."""
         return bool(self.ours.lines & flag.lines) if flag.lines and not self.ours.error else self.ours.flagged
 
     @property
@@ -41,7 +43,7 @@ class Row:
 
 
 def compare(case: Case) -> Row:
-    """Returns both verdicts. Each needs a trace of the model, half a second; PyTorch's verdict may be recorded."""
+    """Returns both verdicts. cgcompile traces the model; PyTorch's verdict is read from the record if that is valid."""
     return Row(case=case, ours=cgcompile_says(case), theirs=pytorch_said(case))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..errors import CallError, meant
+from ..errors import CallError, did_you_mean
 from ..format.pytree import children, holds_tensor, recorded_constant
 from ..format.schema import EntrySpec, Parameter, Tree
 from ..tensors.library import LEGACY_STREAM, library_of
@@ -52,7 +52,7 @@ class _Names:
             raise _refused(f"expected {most}, got {len(args)}", f"give {', '.join(by_name)} by name" if by_name else "")
         if unknown := [name for name in kwargs if name not in self.trees]:  # first: they may be misspelt missing ones
             free = [name for name in order if name not in kwargs]
-            names = " or ".join([f"{name!r}{meant(name, free)}" for name in unknown])
+            names = " or ".join([f"{name!r}{did_you_mean(name, free)}" for name in unknown])
             raise _refused(f"no input is called {names}: the bundle takes {self.needed}")
         values = list(args)
         for name in order[len(args) :]:

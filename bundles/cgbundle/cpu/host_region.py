@@ -145,20 +145,23 @@ class HostRegion:
         fits into its storage. It is smaller if it was a part of a larger tensor."""
         library, container, rows, names = self._library, self._container, dict(bound), self.constants()
         inner_names = {inner for inner, _ in names}
-        if len(rows) != len(bound) or rows.keys() != inner_names:
-            odd = sorted(rows.keys() ^ inner_names) or [inner for inner, _ in bound]
-            raise self._refused(f"constant {odd[0]!r} is bound and no constant of the code, or one and not bound")
+        if unlike := sorted(rows.keys() ^ inner_names):
+            problem = "is bound, but the code has no such constant" if unlike[0] in rows else "of the code is not bound"
+            raise self._refused(f"constant {unlike[0]!r} {problem}")
+        if len(rows) != len(bound):
+            bound_names = [inner for inner, _ in bound]
+            raise self._refused(f"constant {next(name for name in rows if bound_names.count(name) > 1)!r} is bound twice")
         dtype, size = c_int32(), c_size_t()
         for index, (inner, model) in enumerate(names):
             row, name = rows[inner], model.removeprefix(MODEL_PREFIX)
             if row.name != name:
-                raise self._refused(f"constant {inner!r} is weight {name!r}, the bundle says {row.name!r}")
+                raise self._refused(f"constant {inner!r} is weight {name!r} in the code, but {row.name!r} in the manifest")
             self._check(library.AOTInductorModelContainerGetConstantDtype(container, c_size_t(index), byref(dtype)))
             self._check(library.AOTInductorModelContainerGetConstantDataSize(container, c_size_t(index), byref(size)))
             rounded = -(-span(row) // CONSTANT_BYTES) * CONSTANT_BYTES
             if dtype.value != self._torch.dtype(row.dtype) or rounded > size.value:
-                text = f"constant {inner!r} has another dtype or size ({size.value} bytes)"
-                raise self._refused(f"{text}, the bundle says {row.dtype} {list(row.shape)}")
+                text = f"constant {inner!r} has another dtype or size in the code ({size.value} bytes)"
+                raise self._refused(f"{text} than in the manifest ({row.dtype} {list(row.shape)})")
 
     def _refused(self, text: str, hint: str = "build the bundle again") -> MachineError:
         return MachineError("library-refused", f"{self._where}: {text}", hint)
@@ -191,7 +194,7 @@ class HostRegion:
             number = c_size_t()
             self._check(self._library[f"AOTInductorModelContainerGetNum{kind}"](self._container, byref(number)))
             if number.value != count:
-                raise self._refused(f"has {number.value} {kind.lower()}, the bundle says {count}", "")
+                raise self._refused(f"expected {count} {kind.lower()}, got {number.value}", "")
 
     def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: ctypes.Array[c_void_p]) -> None:
         """Runs on CPU memory. Writes handles of output tensors to `outputs`, for the caller to delete. Raises assertion-failed,
@@ -283,8 +286,8 @@ def check_layout(layout: Found, dtype: int, row: Value, where: str) -> None:
     number, shape, strides = layout
     if number != dtype or shape != row.shape or moving(shape, strides) != moving(shape, row.strides):
         expected = f"{row.dtype} {list(row.shape)} with strides {list(row.strides)}"
-        got = f"{'the same dtype' if number == dtype else 'another dtype'}, {list(shape)} with strides {list(strides)}"
-        raise MachineError("library-refused", f"{where} is {got}, the bundle says {expected}", "build the bundle again")
+        got = f"{list(shape)} with strides {list(strides)}{'' if number == dtype else ' and another dtype'}"
+        raise MachineError("library-refused", f"{where}: expected {expected}, got {got}", "build the bundle again")
 
 
 class OutputLayouts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from ..errors import CallError, EntryMissing, meant
+from ..errors import CallError, EntryMissing, did_you_mean
 from .schema import Donation, EntrySpec, Manifest, Program, Weight
 from .spans import layout
 
@@ -89,13 +89,13 @@ def entry_named(manifest: Manifest, name: str = "") -> EntrySpec:
 
 
 def missing_entry(name: str, entries: Collection[str]) -> EntryMissing:
-    near = meant(name, entries) if isinstance(name, str) else ""
+    near = did_you_mean(name, entries) if isinstance(name, str) else ""
     return EntryMissing("entry-missing", f"the bundle has no entry {name!r}{near}, but {', '.join(entries)}")
 
 
 def missing_attribute(owner: object, name: str, entries: Collection[str]) -> AttributeError:
     """The error for an attribute of an object whose entries are attributes."""
-    problem = f"no attribute {name!r}{meant(name, entries)}, and the bundle no entry but {', '.join(entries)}"
+    problem = f"no attribute {name!r}{did_you_mean(name, entries)}, and the bundle no entry but {', '.join(entries)}"
     return AttributeError(f"{type(owner).__name__!r} object has {problem}")
 
 

@@ -45,7 +45,7 @@ VERSION = 1  # of the format; earlier bundles have a field `format` instead of `
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
-    """`sizes` ascend. `pad`: "rows" (rows are independent, any filling is exact), "zeros" (only zeros were verified) or "no".
+    """`sizes` ascend. `pad`: "rows" (rows are independent, so any values will do), "zeros" (only zeros were verified) or "no".
     `chunk`: a call may be split along this dimension. `reason` explains a refusal; `not_chunked` explains why a call cannot be
     split, if `reason` says more than that."""
 
@@ -198,7 +198,7 @@ class DataSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A finding of a check. `node`: of the exported program, "" for the whole model. `where`: the user's file:line."""
+    """A finding of a check. `node`: a node of the exported program, "" for the whole model. `where`: the user's file:line."""
 
     rule: Name
     severity: Literal["refuse", "host", "note"]

@@ -26,6 +26,7 @@ def operands(size: Size) -> int:
 
 
 def names(size: Size) -> frozenset[str]:
+    """The dimensions in `size`."""
     if isinstance(size, int):
         return frozenset()
     if isinstance(size, str):
@@ -34,7 +35,8 @@ def names(size: Size) -> frozenset[str]:
 
 
 def linear(size: Size) -> tuple[str, int, int] | None:
-    """(dimension, scale, offset) for scale * dimension + offset with scale > 0, as sizes of inputs are; else None."""
+    """(dimension, scale, offset) if `size` is scale * dimension + offset with scale > 0, else None. Every
+    size of an input that varies has this form."""
     if isinstance(size, str):
         return (size, 1, 0)
     if isinstance(size, int):
@@ -51,8 +53,8 @@ def linear(size: Size) -> tuple[str, int, int] | None:
     return None
 
 
-def standing(dimension: str, shapes: Sequence[tuple[str, Sizes]]) -> str:
-    """Where a dimension occurs in named tensors: `axis 0 of ids, mask, axis 1 of y (2*batch)`."""
+def axes_text(dimension: str, shapes: Sequence[tuple[str, Sizes]]) -> str:
+    """Describes which axes of named tensors depend on a dimension: `axis 0 of ids, mask, axis 1 of y (2*batch)`."""
     axes: dict[str, list[str]] = {}
     for name, shape in shapes:
         for axis, size in enumerate(shape):

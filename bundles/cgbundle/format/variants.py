@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..errors import BundleError, CallError, MachineError, meant
+from ..errors import BundleError, CallError, MachineError, did_you_mean
 from .schema import EntrySpec, Manifest, Target
 
 CALLED_ALIKE = ("name", "dimensions", "mutated_inputs", "data_sizes", "call", "parameters", "result")
@@ -20,7 +20,7 @@ def named_variant(targets: Sequence[Target], name: str) -> int:
     names = [variant_name(target) for target in targets]
     if name not in names:
         known = f"the variants {', '.join(names)}" if len(names) > 1 else names[0]
-        raise CallError("option-refused", f"variant={name!r}: the bundle has {known}{meant(name, names)}")
+        raise CallError("option-refused", f"variant={name!r}: the bundle has {known}{did_you_mean(name, names)}")
     return names.index(name)
 
 

@@ -14,7 +14,7 @@ from ..cuda.background import Background
 from ..cuda.driver import Context, Relaxed, call, driver_version
 from ..cuda.graph_executor import GraphExecutor
 from ..cuda.memory import Memories
-from ..errors import BundleError, CallError, EntryMissing, MachineError, ProgramClosed, meant
+from ..errors import BundleError, CallError, EntryMissing, MachineError, ProgramClosed, did_you_mean
 from ..format.archive import Archive
 from ..format.file_names import kernel_images
 from ..format.schema import MEMORIES, Engine, EngineTensor, Manifest
@@ -87,7 +87,7 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
         graph = self._graphs.get(key)
         if graph is None:
             known = ", ".join(map(repr, self._graphs))
-            near = meant(key, [name for name in self._graphs if isinstance(name, str)]) if isinstance(key, str) else ""
+            near = did_you_mean(key, [name for name in self._graphs if isinstance(name, str)]) if isinstance(key, str) else ""
             raise EntryMissing("graph-missing", f"no graph was saved under {key!r}{near}, but under {known}")
         return graph
 

@@ -9,7 +9,7 @@ from struct import pack
 from typing import TYPE_CHECKING, Any
 
 from ..call.locks import during
-from ..errors import CallError, StateMissing, meant
+from ..errors import CallError, StateMissing, did_you_mean
 from ..format.schema import STATE, Manifest, Weight
 from ..format.spans import is_dense, memory_order
 from ..tensors.library import caller_captures, library_of
@@ -114,7 +114,7 @@ class State(Mapping[str, Tensor]):
         index = self._places.get(name)
         if index is None:
             known = ", ".join(map(repr, self._places))
-            text = f"no state {name!r}{meant(name, self._places)}: {f'it has {known}' if known else 'its model keeps none'}"
+            text = f"no state {name!r}{did_you_mean(name, self._places)}: {f'it has {known}' if known else 'its model keeps none'}"
             raise StateMissing("state-missing", f"program {self._program!r} has {text}")
         return index, self._weights[index]
 

@@ -19,8 +19,8 @@ What it looks for: outputs of such a dtype that differ when the build compares t
 that are equal within tolerance do not count.
 Why: compiled code rounds less often than eager PyTorch, and that can change a comparison or a conversion.
 Effect: the build fails with proof-failed.  With --allow, the fraction that differed is stored as the output's bound.
-Fix: return the floats instead, or allow it.
-Source: the rule of comparison in cgbundle/tensors/comparison.py.
+Fix: return the floats instead, or build with --allow mismatched-integers.
+Source: the comparison in cgbundle/tensors/comparison.py.
 """
 
 NEAR_TIES = "near-ties"

@@ -114,7 +114,7 @@ def check_host_code(bundle: Archive) -> None:
             require(actual is not None, where, f"{region.file} does not say what it was built for")
             if actual != expected:
                 field = host_code.difference(actual or b"", expected)
-                require(False, where, f"{region.file} was built for other {field or 'rows'} than the manifest has")
+                require(False, where, f"{region.file} was compiled for a manifest with other {field or 'rows'}")
 
 
 # --- ELF files -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import CallError, OutOfMemory, meant
+from ..errors import CallError, OutOfMemory, did_you_mean
 from ..format.archive import Archive
 from ..format.file_names import WEIGHTS
 from ..format.limits import STATE_ROWS
@@ -128,7 +128,7 @@ def resized(manifest: Manifest, requested: Mapping[str, int], room: Room) -> Man
     for name in requested:
         if name not in rows:
             has = f"it has {', '.join(map(repr, rows))}" if rows else "it has none"
-            text = f"state {name!r}: program {manifest.name!r} has no such dimension of its state{meant(name, rows)}: {has}"
+            text = f"state {name!r}: program {manifest.name!r} has no such dimension of its state{did_you_mean(name, rows)}: {has}"
             raise CallError("state-rows", text)
     if unspecified := [dimension for dimension in dimensions if dimension.name not in requested]:
         sizes = {row.name: sum(span(weights[at]) // weights[at].shape[0] for at in row.weights) for row in dimensions}

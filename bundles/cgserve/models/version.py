@@ -27,7 +27,7 @@ from ..language.served_model import ServedModel
 from ..language.tokenizer import Language
 from ..log import one_line
 from ..tensors.entry import NotServable, Ports, TensorEntry, describe
-from ..tensors.inference_protocol import Given
+from ..tensors.inference_protocol import TensorData
 from ..text.text_model import TextModel, takes_texts
 from .options import Options, Refused, tokenizer_beside
 
@@ -119,7 +119,7 @@ class Version:
             limits = (options.seconds, options.limit, entry.pause)
             self.text = TextModel(self.model, language, entry.ports, self.answer, *limits)
 
-    async def answer(self, tensors: Sequence[Given], seconds: float, entry: str = "") -> list[Given]:
+    async def answer(self, tensors: Sequence[TensorData], seconds: float, entry: str = "") -> list[TensorData]:
         """Returns the outputs of an entry, by default the only one, for one request's tensors, within `seconds` (0: the options').
         Raises as TensorEntry.answer."""
         allowed = min(seconds or self._options.seconds, self._options.seconds)

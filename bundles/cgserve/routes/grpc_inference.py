@@ -142,7 +142,7 @@ class GrpcInference:
                 return beside(message.ByteSize(), read_infer, message, ports.inputs, ports.outputs)
 
             def write(served: Served) -> Awaitable[Any]:
-                return beside(served.size, write_infer, served.entry, served.number, served.asked, served.outputs, served.tensors)
+                return beside(served.size, write_infer, served.entry, served.number, served.request, served.outputs, served.tensors)
 
             return await answered(serving, read, write, tell)
 

@@ -27,8 +27,8 @@ from ..log import Tell, one_line
 from ..models.model_repository import Repository
 from ..models.version import Version
 from ..tensors.entry import Ports
-from ..tensors.inference_protocol import Given, Port, ProtocolError, TooLarge, metadata, read_request, write_response
-from ..tensors.inference_protocol import Request as Asked
+from ..tensors.inference_protocol import Port, ProtocolError, TensorData, TooLarge, metadata, read_request, write_response
+from ..tensors.inference_protocol import Request as InferRequest
 from ..tensors.metrics import Metrics
 
 HEADER = "Inference-Header-Content-Length"
@@ -192,11 +192,11 @@ async def infer(serving: Callable[[], Awaitable[Serving]], request: Request, bod
         raise Refusal(415, "Content-Encoding: this server takes none")
     header = request.headers.get(HEADER)
 
-    def read(ports: Ports) -> Awaitable[Asked]:
+    def read(ports: Ports) -> Awaitable[InferRequest]:
         return beside(len(body), read_request, body, header, ports.inputs, ports.outputs)
 
     def write(served: Served) -> Awaitable[tuple[bytes, int | None]]:
-        return beside(served.size, write_response, served.entry, served.number, served.asked, served.outputs, served.tensors)
+        return beside(served.size, write_response, served.entry, served.number, served.request, served.outputs, served.tensors)
 
     text, length = await answered(serving, read, write, tell)
     if length is None:
@@ -210,9 +210,9 @@ class Served:
 
     entry: str
     number: str
-    asked: Asked
+    request: InferRequest
     outputs: Sequence[Port]
-    tensors: Sequence[Given]
+    tensors: Sequence[TensorData]
 
     @property
     def size(self) -> int:
@@ -221,7 +221,7 @@ class Served:
 
 
 async def answered(
-    serving: Callable[[], Awaitable[Serving]], read: Callable[[Ports], Awaitable[Asked]],
+    serving: Callable[[], Awaitable[Serving]], read: Callable[[Ports], Awaitable[InferRequest]],
     write: Callable[[Served], Awaitable[Answer]], tell: Tell,
 ) -> Answer:  # fmt: skip
     """Reads the inputs with `read`, calls the model, and returns the result of `write`.  Raises Refusal."""
@@ -229,13 +229,13 @@ async def answered(
     try:
         while True:
             ports = version.entries[entry].ports
-            asked = await read(ports)
+            request = await read(ports)
             version, _ = await serving()  # no await between here and the queue, so the version cannot change
             new_ports = version.entries[entry].ports
             if (new_ports.inputs, new_ports.outputs) == (ports.inputs, ports.outputs):
                 break
-        tensors = await version.answer(asked.tensors, asked.timeout / 1e6, entry)
-        return await write(Served(entry, str(version.number), asked, ports.outputs, tensors))
+        tensors = await version.answer(request.tensors, request.timeout / 1e6, entry)
+        return await write(Served(entry, str(version.number), request, ports.outputs, tensors))
     except TooLarge as error:
         raise Refusal(413, str(error)) from None
     except ProtocolError as error:

@@ -11,7 +11,7 @@ from cgbundle.format.size_expressions import text
 from cgbundle.tensors.tensor import from_bytes
 
 from ..batching.request_queue import Batch, RequestQueue
-from .inference_protocol import DATATYPES, Given, Port
+from .inference_protocol import DATATYPES, Port, TensorData
 
 
 class NotServable(Exception):
@@ -101,7 +101,7 @@ class TensorEntry:
         """Estimates the seconds for `calls` calls and those that wait; at least 1."""
         return self._queue.pause(calls)
 
-    async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
+    async def answer(self, tensors: Sequence[TensorData], seconds: float) -> list[TensorData]:
         """Returns the outputs for one request's tensors, within `seconds`.  Raises as RequestQueue, and a CgbundleError."""
         batches = self.ports.batches
         rows = tensors[0].shape[0] if batches else 1
@@ -110,31 +110,31 @@ class TensorEntry:
         return list(await self._queue.answer(tensors, group, rows, seconds))
 
 
-def _caller(entry: Any, ports: Ports) -> Callable[[Sequence[Sequence[Given]]], list[list[Given]]]:
+def _caller(entry: Any, ports: Ports) -> Callable[[Sequence[Sequence[TensorData]]], list[list[TensorData]]]:
     """Returns a function that answers several requests, each a list of tensors, with one replay."""
     names = {datatype: name for name, datatype in DATATYPES.items()}
     dtypes = [names[port.datatype] for port in ports.inputs]
 
-    def call(requests: Sequence[Sequence[Given]]) -> list[list[Given]]:
+    def call(requests: Sequence[Sequence[TensorData]]) -> list[list[TensorData]]:
         rows = [request[0].shape[0] for request in requests] if ports.batches else [1]
         columns = [[request[index] for request in requests] for index in range(len(dtypes))]
         tensors = [
             from_bytes(column[0].data if len(column) == 1 else b"".join([part.data for part in column]), dtype, _stacked(column))
             for column, dtype in zip(columns, dtypes, strict=True)
         ]
-        answers: list[list[Given]] = [[] for _ in requests]
+        answers: list[list[TensorData]] = [[] for _ in requests]
         for output in entry.replay(tensors):
             data, shape, pos = output.tobytes(), tuple(output.shape), 0
             step = len(data) // max(1, sum(rows))
             for answer, count in zip(answers, rows, strict=True):
                 only = len(requests) == 1
-                answer.append(Given(shape if only else (count, *shape[1:]), data if only else data[pos : pos + count * step]))
+                answer.append(TensorData(shape if only else (count, *shape[1:]), data if only else data[pos : pos + count * step]))
                 pos += count * step
         return answers
 
     return call
 
 
-def _stacked(column: Sequence[Given]) -> tuple[int, ...]:
+def _stacked(column: Sequence[TensorData]) -> tuple[int, ...]:
     first = column[0].shape
     return first if len(column) == 1 else (sum(tensor.shape[0] for tensor in column), *first[1:])

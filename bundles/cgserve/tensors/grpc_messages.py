@@ -1,7 +1,8 @@
-"""Messages of the Open Inference Protocol over gRPC, with classes made at import, and their conversion to and from tensors.
+"""Messages of the Open Inference Protocol over gRPC, and their conversion to and from tensors.
 
-Source of names and numbers: kserve/open-inference-protocol, specification/protocol/open_inference_grpc.proto, and Triton's
-grpc_service.proto for the repository.  They are in a separate pool: a client in the same process has the same names.
+The message classes are made at import, without protoc.  Sources of names and field numbers: kserve/open-inference-protocol,
+specification/protocol/open_inference_grpc.proto, and for messages of the model repository Triton's grpc_service.proto.  The
+messages have their own descriptor pool, because a client library in the same process may register the same names.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from .inference_protocol import (
     CODES,
-    OF_INPUT,
-    OF_OUTPUT,
+    INPUT_PARAMETERS,
+    OUTPUT_PARAMETERS,
     WIDTHS,
-    Asked,
-    Given,
     Port,
     ProtocolError,
     Request,
+    RequestedOutput,
+    TensorData,
     by_name,
     check_parameters,
     check_request,
@@ -133,33 +134,34 @@ def read_infer(message: Any, inputs: Sequence[Port], outputs: Sequence[Port]) ->
     timeout = check_request(parameters(message))
     rows, raw = by_name([(row.name, row) for row in message.inputs], "inputs"), list(message.raw_input_contents)
     if raw and len(raw) != len(rows):
-        raise ProtocolError(f"raw_input_contents: {len(raw)}, and there are {len(rows)} inputs")
+        raise ProtocolError(f"raw_input_contents: expected {len(rows)} elements, one per input, got {len(raw)}")
     tensors = {}
     for number, (name, row) in enumerate(rows):
         port = port_named(name, inputs, "input")
-        check_parameters(parameters(row), OF_INPUT, f"input {name!r}")
+        check_parameters(parameters(row), INPUT_PARAMETERS, f"input {name!r}")
         shape = check_shape(port, row.datatype, list(row.shape))
-        tensors[name] = Given(shape, _data(port, shape, row, raw[number] if raw else None))
+        tensors[name] = TensorData(shape, _data(port, shape, row, raw[number] if raw else None))
     for name, row in by_name([(row.name, row) for row in message.outputs], "outputs"):
         port_named(name, outputs, "output")
-        check_parameters(parameters(row), OF_OUTPUT, f"output {name!r}")
+        check_parameters(parameters(row), OUTPUT_PARAMETERS, f"output {name!r}")
     names = [row.name for row in message.outputs] or [port.name for port in outputs]
-    return Request(message.id, in_order(tensors, inputs), tuple([Asked(name, True) for name in names]), timeout)
+    return Request(message.id, in_order(tensors, inputs), tuple([RequestedOutput(name, True) for name in names]), timeout)
 
 
-def write_infer(model: str, version: str, request: Request, outputs: Sequence[Port], tensors: Sequence[Given]) -> Any:
+def write_infer(model: str, version: str, request: Request, outputs: Sequence[Port], tensors: Sequence[TensorData]) -> Any:
     """Returns a ModelInferResponse with the requested outputs, as bytes."""
     by_port = {port.name: (port, tensor) for port, tensor in zip(outputs, tensors, strict=True)}
     answer = CLASSES["ModelInferResponse"](model_name=model, model_version=version, id=request.id)
-    for asked in request.asked:
-        port, tensor = by_port[asked.name]
+    for output in request.requested:
+        port, tensor = by_port[output.name]
         answer.outputs.add(name=port.name, datatype=port.datatype, shape=tensor.shape)
         answer.raw_output_contents.append(bytes(tensor.data))
     return answer
 
 
 def write_metadata(metadata: Mapping[str, Any]) -> Any:
-    """Returns a ModelMetadataResponse for the result of `inference_protocol.metadata`; it has no parameters."""
+    """Returns a ModelMetadataResponse for the result of `inference_protocol.metadata`.  Leaves out `parameters`: the message has no
+    such field."""
     answer = CLASSES["ModelMetadataResponse"](name=metadata["name"], versions=metadata["versions"], platform=metadata["platform"])
     for side in ("inputs", "outputs"):
         for row in metadata[side]:
@@ -178,18 +180,18 @@ def _data(port: Port, shape: tuple[int, ...], row: Any, raw: bytes | None) -> by
     where, elements = f"input {port.name!r}", math.prod(shape)
     if raw is not None:
         if row.HasField("contents"):
-            raise ProtocolError(f"{where}: contents and raw_input_contents: send one of them")
+            raise ProtocolError(f"{where}: has contents and raw_input_contents, expected one of them")
         if len(raw) != elements * WIDTHS[port.datatype]:
-            expected = f"{port.datatype} {list(shape)} has {elements * WIDTHS[port.datatype]}"
-            raise ProtocolError(f"{where}: {len(raw)} bytes, and {expected}")
+            expected = f"{elements * WIDTHS[port.datatype]} bytes for {port.datatype} {list(shape)}"
+            raise ProtocolError(f"{where}: expected {expected}, got {len(raw)}")
         return raw
     field = CONTENTS.get(port.datatype)
     if field is None:
-        raise ProtocolError(f"{where}: {port.datatype} comes in raw_input_contents only")
+        raise ProtocolError(f"{where}: contents cannot hold {port.datatype}, send it in raw_input_contents")
     numbers = getattr(row.contents, field)
     if len(numbers) != elements:
         raise ProtocolError(f"{where}: {len(numbers)} elements in {field}, expected {elements}")
     try:
         return struct.pack(f"<{elements}{CODES[port.datatype]}", *numbers)
     except struct.error:
-        raise ProtocolError(f"{where}: an element that {port.datatype} cannot hold") from None
+        raise ProtocolError(f"{where}: an element does not fit {port.datatype}") from None

@@ -41,8 +41,11 @@ JSON_BYTES = 4 << 20
 """Maximum bytes of JSON in a request: the parser blocks the process and needs ten times as much memory."""
 
 
-OF_REQUEST, OF_INPUT, OF_OUTPUT = {"timeout", "binary_data_output", "priority"}, {"binary_data_size"}, {"binary_data"}
-"""Parameters of a request, an input and an output.  All requests have the same priority."""
+REQUEST_PARAMETERS = {"timeout", "binary_data_output", "priority"}
+"""Parameters of a request.  `priority` has no effect."""
+
+INPUT_PARAMETERS, OUTPUT_PARAMETERS = {"binary_data_size"}, {"binary_data"}
+"""Parameters of an input and of a requested output."""
 
 REFUSED_PARAMETERS = {
     "sequence": "this server has no sequences", "classification": "this server has no such extension",
@@ -71,7 +74,7 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class TensorData:
     """A tensor as bytes, row-major and little-endian, with the datatype of its port."""
 
     shape: tuple[int, ...]
@@ -79,7 +82,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedOutput:
     """A requested output, as bytes or as JSON."""
 
     name: str
@@ -92,8 +95,8 @@ class Request:
     microseconds, 0 for none."""
 
     id: str
-    tensors: tuple[Given, ...]
-    asked: tuple[Asked, ...]
+    tensors: tuple[TensorData, ...]
+    requested: tuple[RequestedOutput, ...]
     timeout: int
 
 
@@ -118,16 +121,16 @@ def read_request(body: bytes, header: str | None, inputs: Sequence[Port], output
 
 
 def write_response(
-    model: str, version: str, request: Request, outputs: Sequence[Port], tensors: Sequence[Given]
+    model: str, version: str, request: Request, outputs: Sequence[Port], tensors: Sequence[TensorData]
 ) -> tuple[bytes, int | None]:
     """Returns a response's body, and its Inference-Header-Content-Length, None if all of it is JSON.  `tensors` are those of
     `outputs`.  Raises ProtocolError for an output that JSON cannot express: NaN, infinity, BF16."""
     pairs = {port.name: (port, tensor) for port, tensor in zip(outputs, tensors, strict=True)}
     rows, binary = [], []
-    for asked in request.asked:
-        port, tensor = pairs[asked.name]
+    for output in request.requested:
+        port, tensor = pairs[output.name]
         row: dict[str, Any] = {"name": port.name, "datatype": port.datatype, "shape": list(tensor.shape)}
-        if asked.binary:
+        if output.binary:
             row["parameters"] = {"binary_data_size": len(tensor.data)}
             binary.append(tensor.data)
         else:
@@ -137,7 +140,7 @@ def write_response(
     if request.id:
         answer["id"] = request.id
     text = json.dumps(answer, separators=(",", ":")).encode()
-    return b"".join([text, *binary]), len(text) if any(asked.binary for asked in request.asked) else None
+    return b"".join([text, *binary]), len(text) if any(output.binary for output in request.requested) else None
 
 
 def metadata(
@@ -167,7 +170,7 @@ def check_parameters(parameters: Mapping[str, Any], known: Set[str], where: str)
 
 def check_request(parameters: Mapping[str, Any]) -> int:
     """Returns the timeout of a request in microseconds, 0 for none.  Raises ProtocolError."""
-    check_parameters(parameters, OF_REQUEST, "the request")
+    check_parameters(parameters, REQUEST_PARAMETERS, "the request")
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or timeout < 0:
         _refuse("the request: parameters: timeout: expected microseconds, a whole number")
@@ -177,7 +180,7 @@ def check_request(parameters: Mapping[str, Any]) -> int:
 def by_name(rows: Sequence[tuple[str, Row]], where: str) -> Sequence[tuple[str, Row]]:
     """Returns the rows; their names must differ.  Raises ProtocolError."""
     if len(dict(rows)) < len(rows):
-        _refuse(f"{where}: a name stands there twice")
+        _refuse(f"{where}: a name occurs twice")
     return rows
 
 
@@ -185,11 +188,11 @@ def port_named(name: str, ports: Sequence[Port], kind: str) -> Port:
     """Returns the port of that name; `kind`: "input" or "output".  Raises ProtocolError."""
     port = next((port for port in ports if port.name == name), None)
     if port is None:
-        _refuse(f"{kind} {name!r}: the model has none of that name, but {', '.join([port.name for port in ports])}")
+        _refuse(f"{kind} {name!r}: the model has no such {kind}; it has {', '.join([port.name for port in ports])}")
     return port
 
 
-def in_order(tensors: Mapping[str, Given], inputs: Sequence[Port]) -> tuple[Given, ...]:
+def in_order(tensors: Mapping[str, TensorData], inputs: Sequence[Port]) -> tuple[TensorData, ...]:
     """Returns the tensors of a request in the order of the model's inputs.  Raises ProtocolError for a missing one."""
     for port in inputs:
         if port.name not in tensors:
@@ -245,13 +248,13 @@ def _rows(listed: object, where: str) -> list[tuple[str, dict[str, Any]]]:
     return list(by_name([(row["name"], row) for row in listed], where))
 
 
-def _tensors(listed: object, binary: memoryview, inputs: Sequence[Port]) -> tuple[Given, ...]:
-    tensors, offset = dict[str, Given](), 0
+def _tensors(listed: object, binary: memoryview, inputs: Sequence[Port]) -> tuple[TensorData, ...]:
+    tensors, offset = dict[str, TensorData](), 0
     for name, row in _rows(listed, "inputs"):
         port = port_named(name, inputs, "input")
         shape = check_shape(port, row.get("datatype"), row.get("shape"))
         parameters = _parameters(row, f"input {name!r}")
-        check_parameters(parameters, OF_INPUT, f"input {name!r}")
+        check_parameters(parameters, INPUT_PARAMETERS, f"input {name!r}")
         size = parameters.get("binary_data_size")
         nbytes = math.prod(shape) * WIDTHS[port.datatype]
         if size is None:
@@ -260,7 +263,7 @@ def _tensors(listed: object, binary: memoryview, inputs: Sequence[Port]) -> tupl
             if type(size) is not int or size != nbytes or "data" in row:
                 _refuse(f"input {name!r}: binary_data_size {size!r}: {port.datatype} {list(shape)} has {nbytes} bytes, and no data")
             data, offset = binary[offset : offset + size], offset + size
-        tensors[name] = Given(shape, data)
+        tensors[name] = TensorData(shape, data)
     if offset != len(binary):
         _refuse(f"{len(binary)} bytes behind the JSON, where the inputs' binary_data_size make {offset}")
     return in_order(tensors, inputs)
@@ -287,24 +290,24 @@ def _packed(port: Port, data: object, elements: int) -> bytes:
     try:
         return struct.pack(f"<{len(flat)}{code}", *flat)
     except (struct.error, OverflowError):
-        _refuse(f"{where}: an element that {port.datatype} cannot hold")
+        _refuse(f"{where}: an element does not fit {port.datatype}")
 
 
-def _requested_outputs(listed: object, parameters: Mapping[str, Any], outputs: Sequence[Port]) -> tuple[Asked, ...]:
+def _requested_outputs(listed: object, parameters: Mapping[str, Any], outputs: Sequence[Port]) -> tuple[RequestedOutput, ...]:
     default = parameters.get("binary_data_output", False)
     if type(default) is not bool:
         _refuse("parameters: binary_data_output: expected true or false")
     if listed is None or listed == []:
-        return tuple([Asked(port.name, default) for port in outputs])
+        return tuple([RequestedOutput(port.name, default) for port in outputs])
     requested = []
     for name, row in _rows(listed, "outputs"):
         port_named(name, outputs, "output")
         chosen = _parameters(row, f"output {name!r}")
-        check_parameters(chosen, OF_OUTPUT, f"output {name!r}")
+        check_parameters(chosen, OUTPUT_PARAMETERS, f"output {name!r}")
         binary = chosen.get("binary_data", default)
         if type(binary) is not bool:
             _refuse(f"output {name!r}: binary_data: expected true or false")
-        requested.append(Asked(name, binary))
+        requested.append(RequestedOutput(name, binary))
     return tuple(requested)
 
 

@@ -20,7 +20,7 @@ from ..batching.request_queue import Busy, Late
 from ..language.completions import Refusal
 from ..language.tokenizer import Language
 from ..tensors.entry import Ports
-from ..tensors.inference_protocol import DATATYPES, Given
+from ..tensors.inference_protocol import DATATYPES, TensorData
 
 Task = Literal["embed", "rerank", "classify"]
 
@@ -37,7 +37,7 @@ AT_ONCE = 16
 
 T = TypeVar("T")
 
-Answer = Callable[[Sequence[Given], float], Awaitable[list[Given]]]
+Answer = Callable[[Sequence[TensorData], float], Awaitable[list[TensorData]]]
 """Tensors and seconds -> outputs."""
 
 
@@ -176,7 +176,7 @@ class TextModel:
         """Waits until all requests are answered."""
         await self._idle.wait()
 
-    def _tensors(self, texts: Sequence[Encoded], length: int) -> list[Given]:
+    def _tensors(self, texts: Sequence[Encoded], length: int) -> list[TensorData]:
         one, pad = array("q", [1]).tobytes(), array("q", [self.language.pad]).tobytes()
         tensors = []
         for field, code in zip(self._fields, self._codes, strict=True):
@@ -191,7 +191,7 @@ class TextModel:
                     case _:
                         parts += text.kinds, bytes(WIDTH * fill)
             data = b"".join(parts)
-            tensors.append(Given((len(texts), length), data if code == "q" else array(code, array("q", data)).tobytes()))
+            tensors.append(TensorData((len(texts), length), data if code == "q" else array(code, array("q", data)).tobytes()))
         return tensors
 
 

@@ -33,8 +33,8 @@ STATES_FILE = "graphs/modules.bin"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedGraphs:
-    """What `save_graphs` wrote: "recording", at `path`, or "bundle".  Of a bundle also: `nodes` of all graphs, `images` of kernels,
-    and the bytes of its `arena`."""
+    """What `save_graphs` wrote to `path`: `kind` is "recording" or "bundle".  For a bundle also the numbers of
+    `nodes` in all graphs and of kernel `images`, and the bytes of its `arena`; 0 for a recording."""
 
     kind: Literal["recording", "bundle"]
     path: Path
@@ -56,24 +56,25 @@ def save_graphs(
 
     Call it in two processes of the engine, one after the other, with the same arguments.  Both call `cgcompile.observe()` before
     CUDA starts.  The first process writes a recording to `out` + ".recording".  The second compares the recording with its own
-    graphs: every address is another one there.  It writes the bundle to `out` and removes the recording.  If the kernels or the
+    graphs, where every address differs.  It writes the bundle to `out` and removes the recording.  If the kernels or the
     layouts of the two processes differ, the second replaces the recording with its own, and raises.
 
     - `graphs`: captured on the current device, by key.  A key is a whole number, a text, or a tuple of these.  torch must have kept
       the nodes: `torch.cuda.CUDAGraph(keep_graph=True)`.
-    - `tensors`: by name, all dense tensors that the graphs read or write and did not allocate, such as weights, caches and inputs;
-      and outputs, which the captures allocated.  Names that no graph uses are left out.
+    - `tensors`: dense tensors by name.  All tensors that the graphs read or write, and that no capture allocated, are required:
+      weights, caches, inputs.  Add the outputs, which the captures allocated.  The bundle leaves out tensors that no graph uses.
     - `verify`: the second process replays every graph three times, once over poisoned outputs.  Then a fresh process without torch
-      replays the bundle over the same memory at other addresses.  All tensors must hold the same bits, and are put back afterwards.
-      `attach` takes a bundle that was saved with verify=False only with unverified=True.
-    - `returns`: for every graph's key, the names of the outputs that it returns.  After a replay, these outputs are compared, and
-      the tensors that no capture allocated.  Without it, all outputs are compared after every replay.  That fails if a kernel
-      leaves other bits every time in scratch memory that another graph's outputs share.
+      replays the bundle over the same memory at other addresses.  All replays must leave the same bits in the tensors.  The
+      tensors' values are restored afterwards.  `attach` takes a bundle that was saved with verify=False only with unverified=True.
+    - `returns`: for every graph's key, the names of the outputs that it returns.  A replay is verified by these outputs and by
+      the tensors that no capture allocated.  Without `returns`, all outputs are compared after every replay.  Then verification
+      fails if a graph's scratch memory, whose bits differ in every replay, is also the memory of another graph's outputs.
     - `prepare`: called with a graph's key before each of these replays, to write inputs into `tensors`.  Without it, a graph reads
-      what the graphs before it left.  Kernels that count in a tensor need it.
+      the values that the previous graphs wrote.  It is required if a kernel counts in a tensor: it has to
+      reset the count.
 
-    Synchronizes the device.  Refuses memory that no tensor names, and nodes that a bundle cannot hold.  The error names the kernel
-    and, where it is known, the line of Python that launched it.  Raises a BuildError.
+    Synchronizes the device.  Refuses memory that belongs to none of `tensors`, and nodes that a bundle cannot hold.  The error
+    names the kernel and, where it is known, the line of Python that launched it.  Raises a BuildError.
     """
     log = observed()
     _check_returns(returns, graphs, tensors)

@@ -1,4 +1,8 @@
-"""Lists operators that do not mix padding into valid elements, by the axes along which they combine elements."""
+"""Checks that an operator does not mix padding into valid elements.
+
+Padding are the elements after the true size of an axis whose size depends on data.  An operator is safe if it does not combine
+elements along such an axis.  The tables below say along which axes operators combine elements.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch.fx import Node
 from ..torch_program import arguments
 from .axes import Unsupported, leading, node_axes
 
-SAME = frozenset({
+NOT_COMBINING = frozenset({
     "__and__.Scalar", "__and__.Tensor", "__or__.Scalar", "__or__.Tensor", "__xor__.Tensor", "_to_copy", "alias", "clone",
     "contiguous", "copy", "detach", "dropout", "expand", "expand_as", "feature_dropout",
     "fill.Scalar", "fill.Tensor", "floor_divide", "floor_divide.Scalar", "full",
@@ -20,9 +24,9 @@ SAME = frozenset({
     "to.dtype_layout", "to.other", "transpose.int", "type_as", "unsqueeze", "where.Scalar", "where.ScalarOther",
     "where.ScalarSelf", "zeros", "zeros_like",
 })  # fmt: skip
-"""Operators that compute each element of the result from the elements at the same position."""
+"""Operators without PyTorch's tag `pointwise` that combine no elements along any axis either."""
 
-ALONG = frozenset({
+COMBINING_DIM = frozenset({
     "all.dim", "all.dims", "amax", "amin", "any.dim", "any.dims", "argmax", "argmin", "argsort", "argsort.stable", "cat",
     "chunk", "cumprod", "cumsum", "flip", "gather", "glu", "index_select", "linalg_vector_norm", "log_softmax.int",
     "logcumsumexp", "logsumexp", "max.dim", "mean.dim", "min.dim", "narrow", "norm.ScalarOpt_dim", "prod.dim_int", "roll",
@@ -30,13 +34,13 @@ ALONG = frozenset({
     "squeeze.dims", "std.correction",
     "sum.dim_IntList", "topk", "unbind.int", "var.correction",
 })  # fmt: skip
-"""Operators that combine elements along the axes in `dim` or `dims`."""
+"""Operators that combine or move elements along the axes in their argument `dim` or `dims`, and along no other axis."""
 
-RUNNING = frozenset(["cumsum", "cumprod", "logcumsumexp"])
-"""Operators whose result at a position depends only on elements up to it."""
+CUMULATIVE = frozenset(["cumsum", "cumprod", "logcumsumexp"])
+"""Operators whose result at a position depends only on the elements up to this position, never on padding behind it."""
 
-CONTRACTED = ("linear", "addmm")
-"""Operators that sum along the last axis of the first matrix."""
+MATRIX_PRODUCTS = ("linear", "addmm")
+"""Operators that sum along the last axis of their left matrix."""
 
 BATCHED = frozenset({
     "adaptive_avg_pool2d", "avg_pool2d", "batch_norm", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d",
@@ -46,7 +50,8 @@ BATCHED = frozenset({
 
 
 def name_of(node: Node) -> str:
-    """Returns an aten operator's name with its overload, `sum.dim_IntList`, or without ".default"; "" for other operators."""
+    """Returns an aten operator's name with its overload, such as `sum.dim_IntList`, but without ".default".  Returns "" for other
+    operators."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ""
@@ -55,20 +60,21 @@ def name_of(node: Node) -> str:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether an operator computes each element of the result from the elements at the same position."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in SAME
+    """Whether an operator combines no elements along any axis."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in NOT_COMBINING
 
 
 def check_rows(node: Node) -> None:
-    """Raises Unsupported if valid elements of the result may depend on padding.  Indices must be masked by the caller."""
+    """Raises Unsupported if valid elements of the result may depend on padding.  Does not check indices: the caller sets
+    those in the padding to 0."""
     name = name_of(node)
     inputs = arguments(node)
     if is_pointwise(node):
         return
-    if name in ALONG:
-        _check_along(node, name, inputs)
-    elif name in CONTRACTED:
-        _check_contracted(node, name, inputs)
+    if name in COMBINING_DIM:
+        _check_dim(node, name, inputs)
+    elif name in MATRIX_PRODUCTS:
+        _check_matrix_product(node, name, inputs)
     elif name in ("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "view_as", "reshape_as"):
         _check_view(node, inputs)
     elif name in ("layer_norm", "rms_norm", "native_layer_norm"):
@@ -101,7 +107,7 @@ def check_rows(node: Node) -> None:
         raise Unsupported(str(node.target))
 
 
-def _check_along(node: Node, name: str, inputs: Mapping[str, Any]) -> None:
+def _check_dim(node: Node, name: str, inputs: Mapping[str, Any]) -> None:
     for source in [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor)]:
         axes, rank = node_axes(source), source.meta["val"].dim()
         if not axes:
@@ -110,16 +116,17 @@ def _check_along(node: Node, name: str, inputs: Mapping[str, Any]) -> None:
         if named is None or named == []:
             raise Unsupported(str(node.target))
         mixed = {axis % max(1, rank) for axis in (named if isinstance(named, list | tuple) else [named])}
-        _require(not mixed & set(axes) or name in RUNNING or (name in ("gather", "index_select")), node)
+        _require(not mixed & set(axes) or name in CUMULATIVE or (name in ("gather", "index_select")), node)
 
 
-def _check_contracted(node: Node, name: str, inputs: Mapping[str, Any]) -> None:
+def _check_matrix_product(node: Node, name: str, inputs: Mapping[str, Any]) -> None:
     left, *others = [inputs["mat1"], inputs["mat2"], inputs["self"]] if name == "addmm" else node.all_input_nodes
     _require(left.meta["val"].dim() - 1 not in node_axes(left) and not any(map(node_axes, others)), node)
 
 
 def _check_view(node: Node, inputs: Mapping[str, Any]) -> None:
-    """Raises Unsupported unless valid elements stay in front: the product of the sizes before a bounded axis must not change."""
+    """Raises Unsupported if the view could move padding before valid elements.  It cannot if the product of the sizes before
+    the axis with padding stays the same."""
     source = next(operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor))
     before, after = node_axes(source), node_axes(node)
     _require(len(before) == len(after), node)

@@ -157,7 +157,7 @@ def probe_layers(network: PreTrainedModel) -> list[Layer]:
     except ModelError:
         raise
     except Exception as error:
-        problem = "it computes with its mask" if "MaskRule" in str(error) else "its code does not run over pages"
+        problem = "it computes with its mask" if "MaskRule" in str(error) else "its code does not work with a paged cache"
         raise refusal(config, f"{problem}: {error_text(error)}", ANOTHER) from error
     finally:
         network.set_attn_implementation(implementation)
@@ -195,7 +195,7 @@ def check_all(config: PretrainedConfig, layers: Mapping[int, Layer]) -> None:
     missing = [layer for layer in range(count) if layer not in layers]
     if missing:
         problem = f"layers {', '.join(map(str, missing))} hand no keys to attention"
-        raise refusal(config, problem, "serve it with transformers; a layer that keeps a state of its own has no pages")
+        raise refusal(config, problem, "serve it with transformers; a paged cache holds no state of a layer but keys and values")
 
 
 def check_windows(config: PretrainedConfig, layers: Sequence[Layer]) -> None:

@@ -279,7 +279,7 @@ def texts_over_pages(model: Any, prompts: Sequence[Sequence[int]], tokens: int, 
             first = desk.replace(0, prompts[-1])
             desk.take(after - 1)
     except Exception as error:
-        problem = f"its code does not run over pages: {error_text(error)}"
+        problem = f"its code does not work with a paged cache: {error_text(error)}"
         raise refusal(model.network.config, problem, "serve it with transformers") from error
     return [first, *[written[: tokens + TURNS] for written in desk.written[1:]], desk.written[0]]
 

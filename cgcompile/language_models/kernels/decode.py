@@ -34,11 +34,11 @@ def paged_decode(
     `window`: how many tokens up to `place` are visible, 0 for all; `chunk`: those since its last multiple are visible, 0 for all;
     `softcap`: 0.0 for none; `sinks`: (heads,); `on_gpu`: uses kernels.
     """
-    function = launch if on_gpu else plain
+    function = paged_decode_op if on_gpu else with_pytorch
     return function(query, keys, values, pages, place, length, sinks, scale, window, chunk, softcap)
 
 
-def plain(
+def with_pytorch(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -82,7 +82,7 @@ def partials(
     return mixed.flatten(1, 2), (total.log() + top).flatten(1, 2)
 
 
-def by_kernel(
+def with_triton(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -112,11 +112,11 @@ def by_kernel(
     return mixed, total
 
 
-launch = triton_op("language_model::paged_decode", by_kernel, mutates_args=())
-launch.register_kernel("cpu")(plain)  # cross-compiling runs the model on the CPU
+paged_decode_op = triton_op("language_model::paged_decode", with_triton, mutates_args=())
+paged_decode_op.register_kernel("cpu")(with_pytorch)  # cross-compiling runs the model on the CPU
 
 
-@launch.register_fake
+@paged_decode_op.register_fake
 def _(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ...errors import ModelError
 from ...model.quantization.stored_weights import Quantization
 from ..comparison.refusal import error_text, refusal
-from .int8 import Int8Linear, rounded
+from .int8 import Int8Linear, quantize_rows
 
 TOKENS = 64
 """Tokens of a random text whose logits are compared."""
@@ -43,7 +43,7 @@ def int8_network(network: PreTrainedModel) -> PreTrainedModel:
         originals.append(module.weight)
         weight = module.weight.T if isinstance(module, Conv1D) else module.weight
         if weight.data_ptr() not in rounded_weights:
-            rounded_weights[weight.data_ptr()] = rounded(weight)
+            rounded_weights[weight.data_ptr()] = quantize_rows(weight)
         eight, scale = rounded_weights[weight.data_ptr()]
         parent, _, leaf = name.rpartition(".")
         layer = Int8Embedding(eight, scale) if plain else Int8Linear(eight, scale, module.bias)

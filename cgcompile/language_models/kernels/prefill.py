@@ -32,11 +32,12 @@ def paged_prefill(
     them; if `chunk` is not 0, those since its last multiple.  `start` and `count` int64 (batch,).  Rows after the first `count`
     tokens are ignored. `softcap` and `sinks` as in `paged_decode`.
     """
-    function = launch if query.device.type == "cuda" and query.dtype != torch.float32 else plain  # float32 needs exact products
+    use_triton = query.device.type == "cuda" and query.dtype != torch.float32  # float32 needs exact products
+    function = paged_prefill_op if use_triton else with_pytorch
     return function(query, keys, values, pages, start, count, sinks, scale, window, chunk, softcap)
 
 
-def plain(
+def with_pytorch(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
@@ -68,7 +69,7 @@ def plain(
     return mixed.unflatten(2, (groups, seq)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def by_kernel(
+def with_triton(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
@@ -86,11 +87,11 @@ def by_kernel(
     return output
 
 
-launch = triton_op("language_model::paged_prefill", by_kernel, mutates_args=())
-launch.register_kernel("cpu")(plain)  # cross-compiling runs the model on the CPU
+paged_prefill_op = triton_op("language_model::paged_prefill", with_triton, mutates_args=())
+paged_prefill_op.register_kernel("cpu")(with_pytorch)  # cross-compiling runs the model on the CPU
 
 
-@launch.register_fake
+@paged_prefill_op.register_fake
 def _(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,

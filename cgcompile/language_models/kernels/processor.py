@@ -32,7 +32,7 @@ def paged_attention(
     """`paged_prefill`, with zeros after the first `count` tokens of a lane.  The C++ function reads only the visible pages.
     `checked`: whether `pages` are known to be valid rows of `keys`, whose number may differ at load time."""
     wide = query.double(), keys.double(), values.double()
-    mixed = prefill.plain(*wide, pages, start, count, sinks, scale, window, chunk, softcap).float()
+    mixed = prefill.with_pytorch(*wide, pages, start, count, sinks, scale, window, chunk, softcap).float()
     used = torch.arange(query.shape[1], device=query.device) < count[:, None]
     return torch.where(used[..., None, None], mixed, 0.0).contiguous()
 

@@ -1,8 +1,8 @@
 """Tensors of a traced call whose values are known: they depend on no input and on no buffer that calls write to.
 
-Models create positions, grids and masks from sizes, and read values of parameters and buffers: a flag, the times of a solver.  In
-eager PyTorch Python can read these tensors.  A trace has no values, so export fails.  This module records the expression of each
-tensor.  If Python reads a value that depends only on constants, the expression is evaluated with real tensors
+Models create positions, grids and masks from sizes, and read values of parameters and buffers: a flag, the time steps of a
+solver.  In eager PyTorch, Python can read these tensors.  A trace has no values, so export fails.  This module records the
+expression of each tensor.  If Python reads a value that depends only on constants, the expression is evaluated with real tensors
 (tracing/constant_expressions.py).  The value is the same in every call of these sizes, as long as the weights in the expression do
 not change.  Their names are recorded with the source line that reads the value.
 

@@ -13,7 +13,7 @@ from torch.ao.nn.quantized.dynamic import Linear
 
 from ...errors import ModelError
 from .dynamic_linear import LEVELS, DynamicLinear
-from .tensor_subclasses import subclass_weights, with_inner_tensors
+from .tensor_subclasses import replace_subclass_weights, subclass_weights
 
 EXACT = 1e-5
 """Maximum error of the plain operations, relative to the largest value.  A larger one means a different rounding."""
@@ -46,7 +46,7 @@ def _plain(module: torch.nn.Module, path: str, label: str, replacements: dict[in
         plain = copy.copy(module)
         plain._modules, plain._parameters, plain._buffers = children, dict(module._parameters), dict(module._buffers)
         if subclass_weights(plain):
-            with_inner_tensors(plain)
+            replace_subclass_weights(plain)
         replacements[id(module)] = plain
     return replacements[id(module)]
 

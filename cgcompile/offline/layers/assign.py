@@ -1,10 +1,10 @@
 """Assigns each operation of a model that is split by layers to a device.
 
 A *layer* is an element of a list of modules (nn.ModuleList, nn.Sequential).  Layers go to the devices in order, and each device
-gets about the same bytes of weights.  Operations outside the layers go to the device of their arguments.  An operation that reads
-only inputs, only weights, or small weights outside the layers is *free*: every device that uses its result computes it.
+gets about the same bytes of weights.  Operations outside the layers go to the device of their arguments.  An operation is
+*free* if it reads only inputs, only weights, or small weights outside the layers: every device that uses its result computes it.
 
-Any assignment gives the same results (`share.py`).  With this one, data goes once from each device to the next.
+Every assignment gives the same results (`share.py`).  This one sends data once from each device to the next.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from ...errors import BuildError
 from ...export.weights import weight_placeholders, weight_tensors
 
 SMALL = 1 << 20
-"""Up to this many bytes of weights, every device computes an operation itself instead of receiving its result."""
+"""Maximum bytes of weights of an operation that every device computes itself instead of receiving its result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Assigned:
+class Assignment:
     """`ranks`: the device of each operation and of each buffer that calls change, by the names of the nodes.  All other nodes are
     free."""
 
     ranks: Mapping[str, int]
 
 
-def assigned(programs: Sequence[ExportedProgram], state: Sequence[str], world: int) -> tuple[dict[str, int], list[Assigned]]:
-    """Returns the device of every buffer of `state`, and the assignment of each program.  The programs are functional and of one
-    model.  Raises split-refused."""
-    layers = _cut(programs, world)
+def assign_devices(
+    programs: Sequence[ExportedProgram], state: Sequence[str], world: int
+) -> tuple[dict[str, int], list[Assignment]]:
+    """Returns the device of every buffer of `state`, and the assignment of each program.  The programs are functional, and belong
+    to one model.  Raises split-refused."""
+    layers = _layer_ranks(programs, world)
     owners = _owners(programs, layers, state)
-    assignments = [_Program(program, layers, state, owners).assigned() for program in programs]
+    assignments = [_Assigner(program, layers, state, owners).assignment() for program in programs]
     return {name: owners.get(name, 0) for name in state}, assignments
 
 
 def layer_of(node: Node) -> str:
-    """The path of the outermost layer that an operation belongs to, or ""."""
+    """The module path of the layer that an operation belongs to, or "".  If layers are nested, the outermost."""
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
         if path.rpartition(".")[2].isdecimal():
             return str(path)
@@ -51,7 +53,8 @@ def layer_of(node: Node) -> str:
 
 
 def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], state: Sequence[str]) -> dict[str, int]:
-    """The device of every buffer that a layer reads.  Earlier readers, such as an entry that resets caches, do not count."""
+    """The device of every buffer that a layer reads: that of its first such layer.  Operations outside the layers do not count,
+    such as those of an entry that resets caches."""
     owners: dict[str, int] = {}
     for program in programs:
         names = weight_placeholders(program)
@@ -63,9 +66,9 @@ def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], stat
     return owners
 
 
-def _cut(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
-    """The device of every layer of the list that has the most weights."""
-    used: list[tuple[str, dict[str, int]]] = []  # for every operation its layer and the bytes of the weights that it reads
+def _layer_ranks(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
+    """The device of every layer, for the list of layers that has the most weights."""
+    used: list[tuple[str, dict[str, int]]] = []  # of every operation: its layer, and bytes of each weight that it reads
     for program in programs:
         names, tensors = weight_placeholders(program), weight_tensors(program)
         for node in program.graph.nodes:
@@ -95,14 +98,14 @@ def _cut(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
     total, offset = before + outside + sum(layers.values()) + after, before + outside
     for index, (path, size) in enumerate(layers.items()):
         middle = min(int((offset + size / 2) * world / max(1, total)), world - 1)
-        latest = world - (len(layers) - index)  # leaves at least one layer for each later device
-        earliest = ranks[next(reversed(ranks))] if ranks else 0
-        ranks[path] = min(max(middle, latest, earliest), earliest + 1 if ranks else 0)
+        lowest = world - (len(layers) - index)  # from a lower rank, the remaining layers would not reach every later device
+        previous = ranks[next(reversed(ranks))] if ranks else 0
+        ranks[path] = min(max(middle, lowest, previous), previous + 1 if ranks else 0)
         offset += size
     return ranks
 
 
-class _Program:
+class _Assigner:
     """Assigns the operations of one program."""
 
     def __init__(self, program: ExportedProgram, layers: Mapping[str, int], state: Sequence[str], owners: dict[str, int]) -> None:
@@ -119,7 +122,7 @@ class _Program:
         """Whether a free operation reads an input of the call."""
         self._ranks: dict[Node, int] = {}
 
-    def assigned(self) -> Assigned:
+    def assignment(self) -> Assignment:
         for node in self._program.graph.nodes:
             if node.op == "placeholder":
                 self._reads[node] = node not in self._weights
@@ -131,7 +134,7 @@ class _Program:
                 self._owners[mutated[node.name]] = self._ranks.get(node, 0)
         ranks = {node.name: rank for node, rank in self._ranks.items()}
         places = {placeholder: self._owners[name] for placeholder, name in self._state.items() if name in self._owners}
-        return Assigned(ranks=ranks | places)
+        return Assignment(ranks=ranks | places)
 
     def _assign(self, node: Node) -> None:
         operands = node.all_input_nodes
@@ -158,6 +161,6 @@ class _Program:
 
 
 def _has_tensors(node: Node) -> bool:
-    """Whether an operation returns tensors or nothing, and not a size."""
+    """Whether an operation returns tensors or nothing.  Other operations return sizes."""
     leaves = [leaf for leaf in tree_leaves(node.meta.get("val")) if leaf is not None]
     return not leaves or any(isinstance(leaf, torch.Tensor) for leaf in leaves)

@@ -25,12 +25,12 @@ from ...export.torch_program import copied_graph, with_graph
 from ...export.weights import WEIGHT_KINDS
 from ...model.user_code import place
 from ..collectives import COLLECTIVE
-from .assign import Assigned
+from .assign import Assignment
 
 aten = torch.ops.aten
 
 
-def share_of(program: ExportedProgram, assignment: Assigned, rank: int, world: int) -> ExportedProgram:
+def share_of(program: ExportedProgram, assignment: Assignment, rank: int, world: int) -> ExportedProgram:
     """Returns the part of a functional program that device `rank` of `world` computes.  It has all outputs.  Each buffer that calls
     change belongs to one device; other weights belong to all devices that read them.  Raises split-refused."""
     root = copied_graph(program)
@@ -53,7 +53,7 @@ def share_of(program: ExportedProgram, assignment: Assigned, rank: int, world: i
 class _Share:
     """Reduces a graph to a device's share."""
 
-    def __init__(self, graph: Graph, program: ExportedProgram, assignment: Assigned, rank: int, world: int) -> None:
+    def __init__(self, graph: Graph, program: ExportedProgram, assignment: Assignment, rank: int, world: int) -> None:
         self._graph, self._program, self._rank, self._world = graph, program, rank, world
         self._ranks = {node: assignment.ranks[node.name] for node in graph.nodes if node.name in assignment.ranks}
         self._nodes = {node.name: node for node in graph.nodes}

@@ -10,7 +10,7 @@ from ...errors import BuildError
 from ...export.functionalization import functional_form
 from ...export.programs import Programs
 from ...transforms.prepared import Prepared, together
-from .assign import Assigned, assigned
+from .assign import Assignment, assign_devices
 from .share import share_of
 
 
@@ -23,14 +23,14 @@ def layer_shares(entries: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, .
             raise BuildError("split-refused", f"model: a call {what}, and every device has its own")
     functional = [prepared.programs.changed(functional_form) for prepared in entries]
     flat = [program for programs in functional for _, program in programs.distinct]
-    owners, assignments = assigned(flat, entries[0].state, ranks.size)
+    owners, assignments = assign_devices(flat, entries[0].state, ranks.size)
     by_program = {id(program): assignment for program, assignment in zip(flat, assignments, strict=True)}
     shares = [_share(prepared, programs, by_program, owners, ranks) for prepared, programs in zip(entries, functional, strict=True)]
     return together(shares)
 
 
 def _share(
-    prepared: Prepared, programs: Programs, by_program: dict[int, Assigned], owners: dict[str, int], ranks: Ranks
+    prepared: Prepared, programs: Programs, by_program: dict[int, Assignment], owners: dict[str, int], ranks: Ranks
 ) -> Prepared:
     """A device's share of one entry.  `by_program`: the assignments by the id of their program."""
     shares = programs.changed(lambda program: share_of(program, by_program[id(program)], ranks.rank, ranks.size))

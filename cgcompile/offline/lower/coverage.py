@@ -57,8 +57,8 @@ CHOOSING = frozenset({"median", "nanmedian", "mode", "kthvalue", "scatter", "sca
 def operators_without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch) -> tuple[Finding, ...]:
     """An operation without a Triton kernel, in a program that is cross-compiled.
 
-    What it looks for: operations outside `on_host` that decompose into operations without an Inductor lowering, or into a fallback
-    to torch's own operators.  Also operations on complex numbers that are not supported as pairs of real numbers, and complex
+    What it looks for: operations on the GPU that decompose into operations without an Inductor lowering, or into a fallback to
+    torch's own operators.  Also operations on complex numbers that are not supported as pairs of real numbers, and complex
     inputs and outputs.
     Why: without the GPU no library can provide a kernel.
     Effect: the bundle cannot be cross-compiled.

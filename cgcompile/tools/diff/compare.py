@@ -11,7 +11,7 @@ from . import contents, manifests, recordings
 from .bundle_files import BundleFiles, module_states
 from .differences import Difference
 
-UNCOUNTED = ("created", "source", "machine")
+IGNORED_FIELDS = ("created", "source", "machine")
 """Fields of the provenance that are ignored: place and time of the build."""
 
 PARTS = (
@@ -59,7 +59,7 @@ def _compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
 
 
 def _rank_differences(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
-    """Yields the differences of the ranks above 0 that both bundles have: see `schema.World`."""
+    """Yields the differences of ranks 1 and up, as far as both bundles have them: see `schema.World`."""
     sizes = [world.size if world and not world.rank else 1 for world in (a.manifest.world, b.manifest.world)]
     for number in range(1, min(sizes)):
         for row in compare(a.rank(number), b.rank(number)):
@@ -71,11 +71,11 @@ def _state_hash(bundle: BundleFiles) -> str:
 
 
 def _explained_files(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -> Iterator[str]:
-    """Yields files whose differences `parts` already report.
+    """Yields files whose differences need no row of their own, because differences of `parts` already explain them.
 
-    If two recordings differ and no difference was reported, the difference is in bytes that no kernel reads.
+    All recordings are among them.  If two recordings differ without a reported difference, only bytes differ that no kernel reads.
     """
-    yield from recordings.files(bundle).values()
+    yield from recordings.recording_files(bundle).values()
     yield from [f"kernels/{image}" for images in launched.values() for image in images]
     if "weights" in parts:
         yield from (file_names.WEIGHTS, file_names.TABLES)

@@ -18,7 +18,7 @@ KINDS: dict[type, str] = {
 }
 
 IMAGE = "image"
-"""The name of the difference if two nodes launch the same symbol from two images."""
+"""The name of a difference: two nodes launch kernels with the same symbol, but from different images."""
 
 DIGITS = 12
 """Digits of an image's SHA-256, as in `inspect --kernels`."""
@@ -27,7 +27,7 @@ WORD = 8
 """Maximum bytes of a parameter that is shown as one number or address; a larger one is a struct."""
 
 SMALL = 1 << 24
-"""Larger numbers are shown in hexadecimal: they are more often floats and addresses than counts."""
+"""Numbers from here on are shown in hexadecimal, because most of them are floats or addresses."""
 
 
 def kind(node: Node) -> str:
@@ -53,11 +53,11 @@ def changes(a: Recording, b: Recording, number: int) -> list[tuple[str, str]]:
     """
     left, right = a.nodes[number], b.nodes[number]
     if isinstance(left, KernelNode) and isinstance(right, KernelNode):
-        mine, theirs = a.functions[left.function], b.functions[right.function]
-        if mine.symbol != theirs.symbol:
-            return [("kernel", f"{mine.symbol} -> {theirs.symbol}")]
-        equal = left == right and mine == theirs
-        return [] if equal else [*_launch(mine, left, theirs, right), *_parameters(mine, left, theirs, right)]
+        kernel_a, kernel_b = a.functions[left.function], b.functions[right.function]
+        if kernel_a.symbol != kernel_b.symbol:
+            return [("kernel", f"{kernel_a.symbol} -> {kernel_b.symbol}")]
+        equal = left == right and kernel_a == kernel_b
+        return [] if equal else [*_launch(kernel_a, left, kernel_b, right), *_parameters(kernel_a, left, kernel_b, right)]
     if type(left) is not type(right):
         return [("kind", f"{title(a, number)} -> {title(b, number)}")]
     pairs = [(field.name, getattr(left, field.name), getattr(right, field.name)) for field in fields(left)]
@@ -70,14 +70,14 @@ def _text(value: object) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _launch(mine: Function, left: KernelNode, theirs: Function, right: KernelNode) -> Iterator[tuple[str, str]]:
+def _launch(kernel_a: Function, left: KernelNode, kernel_b: Function, right: KernelNode) -> Iterator[tuple[str, str]]:
     pairs = (
-        (IMAGE, mine.image[:DIGITS], theirs.image[:DIGITS]),
+        (IMAGE, kernel_a.image[:DIGITS], kernel_b.image[:DIGITS]),
         ("grid", left.grid, right.grid),
         ("block", left.threads, right.threads),
         ("shared memory", left.shared, right.shared),
         ("launch attributes", _attributes(left.attributes), _attributes(right.attributes)),
-        ("attributes of the kernel", _attributes(mine.attributes), _attributes(theirs.attributes)),
+        ("attributes of the kernel", _attributes(kernel_a.attributes), _attributes(kernel_b.attributes)),
     )
     for name, before, after in pairs:
         if before != after:
@@ -88,18 +88,18 @@ def _attributes(attributes: Iterable[tuple[int, object]]) -> str:
     return ", ".join([f"{number}={_text(value)}" for number, value in sorted(attributes, key=lambda pair: pair[0])]) or "none"
 
 
-def _parameters(mine: Function, left: KernelNode, theirs: Function, right: KernelNode) -> Iterator[tuple[str, str]]:
-    if mine.params != theirs.params or len(left.block) != len(right.block):
-        counts = [f"{len(function.params)} in {len(node.block)} bytes" for function, node in ((mine, left), (theirs, right))]
+def _parameters(kernel_a: Function, left: KernelNode, kernel_b: Function, right: KernelNode) -> Iterator[tuple[str, str]]:
+    if kernel_a.params != kernel_b.params or len(left.block) != len(right.block):
+        counts = [f"{len(function.params)} in {len(node.block)} bytes" for function, node in ((kernel_a, left), (kernel_b, right))]
         yield "layout of the parameters", " -> ".join(counts)
         return
-    unread = _unread(left) | _unread(right) if mine.image == theirs.image else _unread(left) & _unread(right)
+    unread = _unread(left) | _unread(right) if kernel_a.image == kernel_b.image else _unread(left) & _unread(right)
     labels = [{relocation.at: place(relocation.target) for relocation in node.relocations} for node in (left, right)]
     for targets, node in zip(labels, (left, right), strict=True):
         targets.update({handle.at: f"condition {handle.conditional}" for handle in node.handles})
     changed = {at for at in {**labels[0], **labels[1]} if labels[0].get(at) != labels[1].get(at)}
     changed |= {at for at in range(len(left.block)) if left.block[at] != right.block[at] and at not in unread}
-    for number, (offset, size) in enumerate(mine.params):
+    for number, (offset, size) in enumerate(kernel_a.params):
         if inside := {at for at in changed if offset <= at < offset + size}:
             changed -= inside
             first = min(inside)
@@ -115,7 +115,7 @@ def _parameters(mine: Function, left: KernelNode, theirs: Function, right: Kerne
 
 
 def _unread(node: KernelNode) -> set[int]:
-    """Returns the byte offsets of parameters that no kernel reads."""
+    """Returns the offsets of bytes in the parameter block that no kernel reads."""
     return {at for offset, size in node.undefined for at in range(offset, offset + size)}
 
 

@@ -24,7 +24,7 @@ SHOWN = 3
 def launches(bundle: BundleFiles) -> Launches:
     """Counts the kernels that the bundle's recordings launch.  Raises file-damaged, table-invalid."""
     by_symbol: dict[str, Counter[str]] = {}
-    for name in files(bundle).values():
+    for name in recording_files(bundle).values():
         view = table(bundle, name)
         for function, count in Counter(view.function).items():
             by_symbol.setdefault(view.symbols[function], Counter())[view.images[function]] += count
@@ -33,12 +33,13 @@ def launches(bundle: BundleFiles) -> Launches:
 
 def same_tables(a: BundleFiles, b: BundleFiles) -> bool:
     """Returns whether two bundles have the same recordings, by their hashes."""
-    hashes = [{where: bundle.files[name].sha256 for where, name in files(bundle).items()} for bundle in (a, b)]
+    hashes = [{where: bundle.files[name].sha256 for where, name in recording_files(bundle).items()} for bundle in (a, b)]
     return hashes[0] == hashes[1]
 
 
 def compare_kernels(a: Launches, b: Launches) -> Iterator[Difference]:
-    """Yields symbols that only one launches, or from other images, or at another count; the most launched ones first."""
+    """Yields the kernels (symbols) that only one bundle launches, or that differ in their image or number of launches.  The kernel
+    with the most launches is first."""
     for symbol in sorted({*a, *b}, key=lambda name: (-max(a.get(name, Counter()).total(), b.get(name, Counter()).total()), name)):
         mine, theirs = a.get(symbol, Counter()), b.get(symbol, Counter())
         facts = {"launches_a": mine.total(), "launches_b": theirs.total()}
@@ -62,8 +63,8 @@ def _images(counts: Counter[str]) -> str:
 
 def compare_nodes(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
     """Compares for each common int_key and region the numbers of nodes by kind, the first differing node, and the edges."""
-    theirs = files(b)
-    for where, name in files(a).items():
+    theirs = recording_files(b)
+    for where, name in recording_files(a).items():
         if where in theirs and a.files[name].sha256 != b.files[theirs[where]].sha256:
             yield from compare_recordings(where, recording(a, name), recording(b, theirs[where]))
 
@@ -79,15 +80,15 @@ def compare_recordings(where: str, a: Recording, b: Recording) -> Iterator[Diffe
     if differing:
         images = [number for number, node_changes in differing if [name for name, _ in node_changes] == [IMAGE]]
         first, first_changes = next((pair for pair in differing if pair[0] not in images), differing[0])
-        head = f"{len(differing)} of {common} nodes differ" + (f", {len(images)} in the kernel's image alone" if images else "")
+        head = f"{len(differing)} of {common} nodes differ" + (f", {len(images)} only in the kernel's image" if images else "")
         if len(a.nodes) != len(b.nodes):
-            head = f"alike up to node {first}" if not images else f"but for images alike up to node {first}"
+            head = f"equal before node {first}" + (", except for kernel images" if images else "")
         detail = "; ".join([f"{name} {texts}" for name, texts in first_changes])
         facts = {"nodes": common, "differ": len(differing), "images": len(images), "first": first}
         yield Difference(part="nodes", name=where, note=f"{head}; node {first} ({title(a, first)}): {detail}", facts=facts)
     elif len(a.nodes) != len(b.nodes):
         side, longer = ("A", a) if len(a.nodes) > common else ("B", b)
-        note = f"node {common} ({title(longer, common)}) and what follows it: only in {side}"
+        note = f"node {common} ({title(longer, common)}) and all later nodes: only in {side}"
         yield Difference(part="nodes", name=where, note=note, facts={"first": common})
     if a.bodies != b.bodies and counts[0] == counts[1]:
         texts = [", ".join(map(str, recording.bodies)) for recording in (a, b)]
@@ -105,7 +106,7 @@ def _kinds(counts: Counter[str]) -> str:
 
 
 def compare_module_states(a: Sequence[ModuleState], b: Sequence[ModuleState]) -> Iterator[Difference]:
-    """Compares the data symbols of images: names, contents and addresses in them."""
+    """Compares the data symbols of images: their names, their contents, and the addresses that the contents hold."""
     yield from compare_rows(
         "module state", *[unique_names([(state.symbol, _state(state)) for state in states]) for states in (a, b)], ordered=False
     )
@@ -120,8 +121,8 @@ def _state(state: ModuleState) -> Row:
     }
 
 
-def files(bundle: BundleFiles) -> dict[str, str]:
-    """Returns the file of every recording by int_key and region: `batch=8, model`."""
+def recording_files(bundle: BundleFiles) -> dict[str, str]:
+    """Returns the path of every recording, by a label of its int_key and region: `batch=8, model`."""
     engine = bundle.manifest.engine
     rows = [(f"graph {graph.key}", graph.file) for graph in engine.graphs] if engine is not None else []
     for entry in bundle.manifest.entries:

@@ -128,9 +128,9 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
     if pad == "rows" and not mixing:
         return _Padding(pad, reason, compared=compared)
     if why := _first(compared, fixed=True):
-        return _Padding("no", f"{why}; zeros were not proved to change nothing", why)
+        return _Padding("no", f"{why}; padding with zeros may change a result", why)
     mixing = mixing or f"outputs depend on what {name} is filled up with"
-    return _Padding("zeros", f"{mixing}; zeros were proved to change nothing", mixing)
+    return _Padding("zeros", f"{mixing}; verified: padding with zeros changes no result", mixing)
 
 
 def _first(compared: Sequence[TwoSizes], fixed: bool, last: bool = False) -> str:

@@ -239,7 +239,7 @@ def _proof(manifest: Manifest, entry: EntrySpec, seconds: Mapping[str, float]) -
             share = "" if len(rows) == len(proofs) else f"{len(rows)} of {len(proofs)} int_keys "
             allowed = f"allowed {worst.tolerance:.1e}" if worst.tolerance else "all are equal"
             budget = dict(manifest.provenance.options).get("prove_budget") if method == "interpret" else None
-            spent = f", in {seconds['interpret']:.0f} s of {budget} s" if budget and "interpret" in seconds else ""
+            spent = f", in {seconds['interpret']:.0f} s (limit {budget} s)" if budget and "interpret" in seconds else ""
             lines.append(f"{share}{meaning}: largest error {worst.error:.1e}, {allowed}{spent}")
     if near_recording(entry):
         lines.append(f"at most {max(proof.distance for proof in proofs):.1e} from what was recorded")

@@ -35,14 +35,14 @@ def diff(
     status 1 if the bundles differ.
     """
     from cgcompile.tools.diff.bundle_files import open_bundle
-    from cgcompile.tools.diff.compare import UNCOUNTED, compare
+    from cgcompile.tools.diff.compare import IGNORED_FIELDS, compare
 
     from ..summary import signature, signed
 
     bundles = {"a": open_bundle(a), "b": open_bundle(b)}
     differences = compare(*bundles.values())
     if as_json:
-        sides = {side: _origin(bundle, UNCOUNTED) | {"signature": signature(bundle.path)} for side, bundle in bundles.items()}
+        sides = {side: _origin(bundle, IGNORED_FIELDS) | {"signature": signature(bundle.path)} for side, bundle in bundles.items()}
         write_json(sides | {"different": bool(differences), "differences": [_plain(difference) for difference in differences]})
     elif not differences:
         show("no difference")

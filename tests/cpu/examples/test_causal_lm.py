@@ -25,7 +25,7 @@ import cgbundle  # noqa: E402
 from cgcompile.language_models.causal_lm import CausalLM  # noqa: E402
 from cgcompile.language_models.comparison.texts import by_generate, small_networks  # noqa: E402
 from cgcompile.language_models.example_inputs import ExampleInputs  # noqa: E402
-from cgcompile.language_models.kernels.int8 import int8_weights  # noqa: E402
+from cgcompile.language_models.kernels.int8 import quantize_linear_layers  # noqa: E402
 from cgcompile.language_models.sampling import (  # noqa: E402
     BIASES,
     Restriction,
@@ -396,7 +396,7 @@ def test_weights_of_a_folder(llama: Any, tmp_path: Any) -> None:
 def test_weights_of_eight_bits(family: str) -> None:
     small, twin = causal_model(family), causal_model(family)
     before = sum(parameter.numel() * parameter.element_size() for parameter in twin.network.parameters())
-    int8_weights(small.network)
+    quantize_linear_layers(small.network)
     layers = {name: module for name, module in small.network.named_modules() if hasattr(module, "scale")}
     tied = twin.network.get_output_embeddings().weight is twin.network.get_input_embeddings().weight
     for name, layer in layers.items():
@@ -431,18 +431,18 @@ from tests.helpers.models.decode_cases import CASES, case, prompt_case
 decode_kernel.PROGRAMS = 20  # two parts for each lane and key head: the interpreter is slow
 for name, options in CASES.items():
     given = case(**options)
-    for made, wanted in zip(decode_kernel.by_kernel(*given), decode_kernel.plain(*given), strict=True):
+    for made, wanted in zip(decode_kernel.with_triton(*given), decode_kernel.with_pytorch(*given), strict=True):
         torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5, msg=name)
 prefill_kernel.ROWS, prefill_kernel.BLOCK = 16, 32
 for name, options in CASES.items():
     *given, counts = prompt_case(**options)
-    made, wanted = prefill_kernel.by_kernel(*given), prefill_kernel.plain(*given)
+    made, wanted = prefill_kernel.with_triton(*given), prefill_kernel.with_pytorch(*given)
     torch.testing.assert_close(made[counts], wanted[counts], rtol=1e-5, atol=1e-5, msg=name)
     assert made.isfinite().all()
 for rows, depth, count in ((1, 48, 96), (5, 300, 20), (70, 64, 33)):
-    layer = int8.Int8Linear(*int8.rounded(torch.randn(count, depth)), None)
+    layer = int8.Int8Linear(*int8.quantize_rows(torch.randn(count, depth)), None)
     given = torch.randn(rows, depth), layer.weight, layer.scale
-    torch.testing.assert_close(int8.by_kernel(*given), int8.plain(*given), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(int8.with_triton(*given), int8.with_pytorch(*given), rtol=1e-5, atol=1e-4)
 """
 
 

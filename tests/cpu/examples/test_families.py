@@ -59,7 +59,7 @@ def test_older_code_finds_states_in_the_layers_of_the_cache() -> None:
     ("name", "why"),
     [
         ("bart", "it counts positions itself"),
-        ("roformer", "it counts positions itself, instead of taking position_ids"),
+        ("roformer", "it counts positions itself and ignores position_ids"),
         ("deepseek_v4", "layer 0 keeps a DeepseekV4HCACache, which is more than keys, values and states"),
         ("openai-gpt", "OpenAIGPTLMHeadModel keeps nothing of the tokens before"),
         ("moshi", "the cache of layer 0 keeps 8 tokens, and its mask shows all"),
@@ -106,7 +106,7 @@ def test_a_ropes_factors_do_not_hang_on_neighbours(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(causal_lm, "ropes_by_length", lambda network: network)
     monkeypatch.setattr(causal_lm, "depends_on_length", lambda config: False)
     for name in ("llama, long rope", "llama, dynamic rope"):
-        assert "depends on the other tokens of a call beside attention, in LlamaRotaryEmbedding" in judged(name)
+        assert "depends on the other tokens of the call, in LlamaRotaryEmbedding" in judged(name)
 
 
 def test_windows_and_chunks_are_read_from_rules() -> None:

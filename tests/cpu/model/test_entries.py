@@ -122,13 +122,13 @@ def test_a_file_with_entries(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("def entries(): return {'prefill': rows}\ndef inputs(): return ()", "inputs\\(\\) and entries\\(\\) are both there"),
-        ("def entries(): return [rows]", "entries\\(\\) gave list, expected a dict from methods"),
-        ("def entries(): return {}", "entries\\(\\) names no method"),
+        ("def entries(): return {'prefill': rows}\ndef inputs(): return ()", "defines both inputs\\(\\) and entries\\(\\)"),
+        ("def entries(): return [rows]", "entries\\(\\) returned list, expected a dict from methods"),
+        ("def entries(): return {}", "entries\\(\\) returned an empty dict"),
         ("def entries(): return {'encode': rows}", "Two has no method 'encode'"),
         ("def entries(): return {'steps': rows}", "Two has no method 'steps'"),
         ("def entries(): return {'_call_impl': rows}", "'_call_impl' is not the name of a method"),
-        ("def entries(): return {'prefill': 3}", "that of 'prefill' is a int, expected a function"),
+        ("def entries(): return {'prefill': 3}", "'prefill': expected a function, got int"),
         ("def entries(): raise KeyError('x')", "model.py:9: entries\\(\\) failed: KeyError"),
     ],
 )

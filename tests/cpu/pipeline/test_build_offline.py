@@ -326,7 +326,7 @@ def test_int_keys_over_the_budget_are_left_out_and_named(files: Path, tmp_path: 
     begun, stage = [line for line in lines if line.startswith("interpret")]
     assert " ... " in begun and "1 of 2 int_keys" in stage and stage.endswith("; not in 0.01 s: batch=4")
     first = next(i for i, line in enumerate(lines) if line.startswith("proof "))
-    assert "1 of 2 int_keys interpreted" in lines[first] and " s of 0.01 s" in lines[first]
+    assert "1 of 2 int_keys interpreted" in lines[first] and " s (limit 0.01 s)" in lines[first]
     assert "1 of 2 int_keys not proved: 4: " in lines[first + 1], lines
     assert call("verify", out).exit_code == 0
 

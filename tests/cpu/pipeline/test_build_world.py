@@ -86,7 +86,7 @@ def test_a_model_without_ranks(tmp_path: Path) -> None:
 
     with raises("world-refused", match="a module in memory"):
         cgcompile.build(torch.nn.Linear(1, 1), lambda: (torch.ones(1),), target="sm_90", world=2, progress="silent")
-    with raises("source-invalid", match=r"model\(rank, world\) is over several GPUs"):
+    with raises("source-invalid", match=r"model\(rank, world\) needs the number of GPUs"):
         cgcompile.build(MODEL, sizes=[4], target="sm_90", out=tmp_path / "x.cgb", progress="silent")
 
 

@@ -62,7 +62,7 @@ def used(caching: ModuleType, folder: Path, limit: int, session: Callable[[Any],
 async def asked(cache: Any, name: str) -> int:
     """Returns the version of a model that answered a request, after a check of the answer."""
     version = await cache.version(name)
-    tensor_class = importlib.import_module("cgserve.tensors.inference_protocol").Given
+    tensor_class = importlib.import_module("cgserve.tensors.inference_protocol").TensorData
     [answer] = await version.answer((tensor_class((1, 6), ROW),), 30.0)
     assert answer.shape == (1, 3) and len(answer.data) == 12
     return int(version.number)

@@ -58,7 +58,7 @@ def test_tensors_come_as_elements_or_as_bytes() -> None:
     message = infer_request()
     read = read_infer(CLASSES["ModelInferRequest"].FromString(message.SerializeToString()), INPUTS, OUTPUTS)
     assert [bytes(tensor.data).hex() for tensor in read.tensors] == ["0000803f00000040", "01"]
-    assert (read.id, [asked.name for asked in read.asked], read.timeout) == ("7", ["output", "other"], 0)
+    assert (read.id, [output.name for output in read.requested], read.timeout) == ("7", ["output", "other"], 0)
     for row in message.inputs:
         row.ClearField("contents")
     message.raw_input_contents.extend([bytes(8), b"\1"])
@@ -66,7 +66,7 @@ def test_tensors_come_as_elements_or_as_bytes() -> None:
     message.parameters["timeout"].int64_param = 5
     read = read_infer(message, INPUTS, OUTPUTS)
     assert ([tensor.data for tensor in read.tensors], read.timeout) == ([bytes(8), b"\1"], 5)
-    assert [asked.name for asked in read.asked] == ["other"]
+    assert [output.name for output in read.requested] == ["other"]
 
 
 def changed(what: str) -> Any:
@@ -101,13 +101,13 @@ def changed(what: str) -> Any:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("raw", "raw_input_contents: 1, and there are 2 inputs"),
-        ("both", "input 'input': contents and raw_input_contents: send one of them"),
+        ("raw", "raw_input_contents: expected 2 elements, one per input, got 1"),
+        ("both", "input 'input': has contents and raw_input_contents, expected one of them"),
         ("short", "input 'input': 1 elements in fp32_contents, expected 2"),
         ("missing", "input 'on' is missing"),
-        ("twice", "inputs: a name stands there twice"),
-        ("unknown", "input 'x': the model has none of that name, but input, on"),
-        ("output", "output 'x': the model has none of that name, but output, other"),
+        ("twice", "inputs: a name occurs twice"),
+        ("unknown", "input 'x': the model has no such input; it has input, on"),
+        ("output", "output 'x': the model has no such output; it has output, other"),
         ("datatype", "input 'input': datatype 'FP64', expected FP32"),
         ("shape", "input 'input': shape: expected a list of sizes"),
         ("shared", "input 'input': parameters: shared_memory_byte_size: this server has no shared memory: send the tensor's bytes"),

@@ -50,7 +50,7 @@ def test_a_request_of_json(protocol: ModuleType) -> None:
     parsed = read(protocol, request(id="a", parameters={"timeout": 5000}))
     assert parsed.id == "a" and parsed.timeout == 5000
     assert [(tensor.shape, tensor.data) for tensor in parsed.tensors] == [((1, 2), struct.pack("<2q", 3, -4)), ((1,), b"\x01")]
-    assert parsed.asked == (protocol.Asked("scores", False), protocol.Asked("kept", False))
+    assert parsed.requested == (protocol.RequestedOutput("scores", False), protocol.RequestedOutput("kept", False))
 
 
 def test_a_request_of_bytes_and_json_beside_each_other(protocol: ModuleType) -> None:
@@ -61,10 +61,10 @@ def test_a_request_of_bytes_and_json_beside_each_other(protocol: ModuleType) -> 
     asked = [{"name": "kept", "parameters": {"binary_data": True}}, {"name": "scores"}]
     parsed = read(protocol, {"inputs": [mask, ids], "outputs": asked}, b"\x01\x00" + data)
     assert [tensor.data for tensor in parsed.tensors] == [data, b"\x01\x00"]
-    assert parsed.asked == (protocol.Asked("kept", True), protocol.Asked("scores", False))
+    assert parsed.requested == (protocol.RequestedOutput("kept", True), protocol.RequestedOutput("scores", False))
     flat = {"name": "ids", "datatype": "INT64", "shape": [2, 2], "data": [1, 2, 3, 4]}
     parsed = read(protocol, {"inputs": [flat, mask], "parameters": {"binary_data_output": True}}, b"\x01\x00")
-    assert [tensor.data for tensor in parsed.tensors] == [data, b"\x01\x00"] and all(tensor.binary for tensor in parsed.asked)
+    assert [tensor.data for tensor in parsed.tensors] == [data, b"\x01\x00"] and all(tensor.binary for tensor in parsed.requested)
 
 
 def changed(which: str, **fields: Any) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def changed(which: str, **fields: Any) -> dict[str, Any]:
         (request(parameters={"sequence_id": 3}), "parameters: sequence_id: this server has no sequences"),
         (request(parameters={"binary_data_output": 1}), "binary_data_output: expected true or false"),
         (request(inputs=request()["inputs"][:1]), "input 'ids' is missing"),
-        (request(inputs=request()["inputs"] * 2), "inputs: a name stands there twice"),
-        (changed("ids", name="tokens"), "input 'tokens': the model has none of that name, but ids, mask"),
+        (request(inputs=request()["inputs"] * 2), "inputs: a name occurs twice"),
+        (changed("ids", name="tokens"), "input 'tokens': the model has no such input; it has ids, mask"),
         (changed("ids", datatype="INT32"), "input 'ids': datatype 'INT32', expected INT64"),
         (changed("ids", shape=[1, 3]), r"input 'ids': shape \[1, 3\], expected \[-1, 2\]"),
         (changed("ids", shape=[2]), r"input 'ids': shape \[2\], expected \[-1, 2\]"),
@@ -100,11 +100,11 @@ def changed(which: str, **fields: Any) -> dict[str, Any]:
         (changed("ids", data=[[1], 2]), "input 'ids': data: lists and elements beside each other"),
         (changed("ids", data=[1.5, 2]), "input 'ids': data: expected elements of INT64"),
         (changed("ids", data=[True, 2]), "input 'ids': data: expected elements of INT64"),
-        (changed("ids", data=[2**63, 2]), "input 'ids': data: an element that INT64 cannot hold"),
+        (changed("ids", data=[2**63, 2]), "input 'ids': data: an element does not fit INT64"),
         (changed("mask", data=[1]), "input 'mask': data: expected elements of BOOL, true or false"),
         (changed("mask", data=None), "input 'mask': data: expected a list of 1 elements, or binary data"),
         (changed("mask", parameters={"binary_data_size": 1}), "input 'mask': binary_data_size 1: BOOL .1. has 1 bytes"),
-        (request(outputs=[{"name": "loss"}]), "output 'loss': the model has none of that name, but scores, kept"),
+        (request(outputs=[{"name": "loss"}]), "output 'loss': the model has no such output; it has scores, kept"),
         (request(outputs=[{"name": "kept", "parameters": {"binary_data": 1}}]), "output 'kept': binary_data: expected true or"),
         (request(outputs=[{"name": "kept", "parameters": {"classification": 1}}]), "this server has no such extension"),
     ],
@@ -127,11 +127,13 @@ def test_bytes_that_are_not_what_the_json_says(protocol: ModuleType) -> None:
 
 def test_answers_that_json_cannot_hold_are_refused_and_go_as_bytes(protocol: ModuleType) -> None:
     outputs = ports(protocol)[1]
-    tensors = [protocol.Given((1, 3), struct.pack("<3f", 1, math.nan, 3)), protocol.Given((1,), b"\x80\x3f")]
+    tensors = [protocol.TensorData((1, 3), struct.pack("<3f", 1, math.nan, 3)), protocol.TensorData((1,), b"\x80\x3f")]
     for name, message in (("scores", "JSON has no NaN"), ("kept", "BF16 goes as binary data only")):
         with pytest.raises(protocol.ProtocolError, match=message):
-            protocol.write_response("m", "1", protocol.Request("", (), (protocol.Asked(name, False),), 0), outputs, tensors)
-    asked = (protocol.Asked("kept", True), protocol.Asked("scores", True))
+            protocol.write_response(
+                "m", "1", protocol.Request("", (), (protocol.RequestedOutput(name, False),), 0), outputs, tensors
+            )
+    asked = (protocol.RequestedOutput("kept", True), protocol.RequestedOutput("scores", True))
     body, length = protocol.write_response("m", "1", protocol.Request("x", (), asked, 0), outputs, tensors)
     message = json.loads(body[:length])
     assert (message["model_name"], message["model_version"], message["id"]) == ("m", "1", "x")
@@ -168,17 +170,19 @@ def test_every_tensor_comes_through_both_ways(protocol: ModuleType, data: st.Dat
     row = {"name": "x", "datatype": datatype, "shape": list(shape)}
     text = json.dumps({"inputs": [{**row, "parameters": {"binary_data_size": len(raw)}}]}).encode()
     got = protocol.read_request(text + raw, str(len(text)), [port], [port])
-    assert got.tensors == (protocol.Given(shape, raw),)
-    body, length = protocol.write_response("m", "1", protocol.Request("", (), (protocol.Asked("x", True),), 0), [port], got.tensors)
+    assert got.tensors == (protocol.TensorData(shape, raw),)
+    body, length = protocol.write_response(
+        "m", "1", protocol.Request("", (), (protocol.RequestedOutput("x", True),), 0), [port], got.tensors
+    )
     assert body[length:] == raw
     if all(map(math.isfinite, numbers)):
         body, none = protocol.write_response(
-            "m", "1", protocol.Request("", (), (protocol.Asked("x", False),), 0), [port], got.tensors
+            "m", "1", protocol.Request("", (), (protocol.RequestedOutput("x", False),), 0), [port], got.tensors
         )
         [output] = json.loads(body)["outputs"]
         assert none is None and output == {**row, "data": numbers}
         again = protocol.read_request(json.dumps({"inputs": [output]}).encode(), None, [port], [port])
-        assert again.tensors == (protocol.Given(shape, raw),)
+        assert again.tensors == (protocol.TensorData(shape, raw),)
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(("ids", "INT64", "BOOL"))

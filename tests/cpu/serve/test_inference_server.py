@@ -340,7 +340,7 @@ def test_tritons_client_understands_the_errors(server: Server, triton: ModuleTyp
         return f"{caught.value.status()} {caught.value.message()}"
 
     assert error_text("other", "input", (1, 6), numpy.float32, "FP32") == "404 no model 'other'; there are tiny"
-    assert error_text("tiny", "x", (1, 6), numpy.float32, "FP32") == "400 input 'x': the model has none of that name, but input"
+    assert error_text("tiny", "x", (1, 6), numpy.float32, "FP32") == "400 input 'x': the model has no such input; it has input"
     assert error_text("tiny", "input", (1, 6), numpy.int64, "INT64") == "400 input 'input': datatype 'INT64', expected FP32"
     assert error_text("tiny", "input", (1, 7), numpy.float32, "FP32").startswith(
         "400 input 'input': shape [1, 7], expected [-1, 6]"

@@ -87,9 +87,9 @@ def test_from_no_replica_to_answers_without_torch(cluster: Any, expected: Any) -
 def test_by_a_handle(cluster: Any, expected: Any) -> None:
     import struct
 
-    from cgserve.tensors.inference_protocol import Given
+    from cgserve.tensors.inference_protocol import TensorData
 
-    infer_inputs = [Given((1, 6), struct.pack("<6f", *ROW))]
+    infer_inputs = [TensorData((1, 6), struct.pack("<6f", *ROW))]
     [answer] = cluster.options(multiplexed_model_id="first").infer.remote("first", infer_inputs).result(timeout_s=120)
     assert struct.unpack("<3f", answer.data) == pytest.approx(expected(1.0), abs=1e-5)
 

@@ -32,7 +32,7 @@ from cgserve.batching.request_queue import Busy, Late  # noqa: E402
 from cgserve.language.tokenizer import Language  # noqa: E402
 from cgserve.settings import Settings  # noqa: E402
 from cgserve.tensors.entry import Ports  # noqa: E402
-from cgserve.tensors.inference_protocol import Given, Port  # noqa: E402
+from cgserve.tensors.inference_protocol import Port, TensorData  # noqa: E402
 from cgserve.text.text_model import AT_ONCE, TextModel, takes_texts  # noqa: E402
 from cgserve.transport.running import listen, make_server  # noqa: E402
 
@@ -53,7 +53,7 @@ class Summing:
         self.ports, self.calls, self.waiting = shown, list[tuple[int, ...]](), 0
         self.full = False
 
-    async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
+    async def answer(self, tensors: Sequence[TensorData], seconds: float) -> list[TensorData]:
         if self.full:
             raise Busy("3 requests wait already", 2)
         rows, length = tensors[0].shape
@@ -64,7 +64,7 @@ class Summing:
         for row in range(rows):
             sums = [float(sum(column[row * length : (row + 1) * length])) for column in columns]
             floats += (sums + [0.0] * width)[:width]
-        return [Given((rows, width), struct.pack(f"<{len(floats)}f", *floats))]
+        return [TensorData((rows, width), struct.pack(f"<{len(floats)}f", *floats))]
 
 
 def write_words(folder: Path, **config: Any) -> Path:
@@ -166,7 +166,7 @@ class Gated(Summing):
         super().__init__(ports(2))
         self.open, self.most = asyncio.Event(), 0
 
-    async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
+    async def answer(self, tensors: Sequence[TensorData], seconds: float) -> list[TensorData]:
         self.waiting += 1
         self.most = max(self.most, self.waiting)
         try:
@@ -216,7 +216,7 @@ def test_a_request_ends_at_its_deadline(tmp_path: Path) -> None:
 class Slow(Summing):
     """Every call takes a moment; for a late call the queue reports how long it waited."""
 
-    async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
+    async def answer(self, tensors: Sequence[TensorData], seconds: float) -> list[TensorData]:
         try:
             async with asyncio.timeout(seconds):
                 await asyncio.sleep(0.15)

@@ -96,16 +96,16 @@ def declared(declarations: Any, model: Any = None) -> Any:
     ("declarations", "code", "said"),
     [
         (["keys_0"], "source-invalid", "state: expected a dict from buffers to dimensions, got list"),
-        ({"keys_0": 5}, "source-invalid", "state: 'keys_0': 5 is no dimension"),
-        ({"keys_0": ("pages", "many")}, "source-invalid", "is no dimension"),
+        ({"keys_0": 5}, "source-invalid", "state: 'keys_0': 5 is not a dimension"),
+        ({"keys_0": ("pages", "many")}, "source-invalid", "is not a dimension"),
         ({"kyes_*": "pages"}, "state-refused", "the model has no buffer 'kyes_\\*'"),
         ({"keys_0": "pages", "keys_*": "rows"}, "state-refused", "'keys_0' has two dimensions"),
         (
             {"*e*": "pages"},
             "state-refused",
-            r"buffer 'seen' has shape \[4, 8\]: 'pages' is the size of its first axis, 5 in 'keys_0'",
+            r"buffer 'seen' has shape \[4, 8\], but buffers with 'pages' need the same first axis \('keys_0': 5\)",
         ),
-        ({"seen": ("slots", 3)}, "state-refused", "at most 3 slots are of use, and the model has 4"),
+        ({"seen": ("slots", 3)}, "state-refused", "the maximum of 'slots' is 3, but the model has 4 rows"),
     ],
 )
 def test_declarations_that_are_none(declarations: Any, code: str, said: str) -> None:
@@ -116,11 +116,11 @@ def test_declarations_that_are_none(declarations: Any, code: str, said: str) -> 
 def test_buffers_that_cannot_vary() -> None:
     model = Paged()
     model.keys_0[0, 0, 0] = 1
-    with raises("state-refused", match="buffer 'keys_0' is not zeros at first"):
+    with raises("state-refused", match="buffer 'keys_0' has values other than zero"):
         declared(STATE, model)
     model = Paged()
     model.keys_0 = torch.zeros(2, PAGES, 8).transpose(0, 1)
-    with raises("state-refused", match=r"buffer 'keys_0' strides \[8, 40, 1\] are not those of a contiguous tensor"):
+    with raises("state-refused", match=r"buffer 'keys_0' is not contiguous: its strides are \[8, 40, 1\]"):
         declared(STATE, model)
     model = Paged()
     model.keys_1 = model.keys_0.view(PAGES, 2, 8)

@@ -1,4 +1,4 @@
-"""warmup and profile of CPU programs, on golden bundles; nothing is built."""
+"""`warmup` and `profile` of CPU programs.  The tests load golden bundles, and build nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATEFUL, PLAIN = GOLDEN / "v1/cpu_state.cgb", GOLDEN / "v1/cpu_mlp.cgb"
 
 
 @pytest.fixture(autouse=True)
-def _this_machine_runs_them() -> None:
+def _skip_if_goldens_cannot_load() -> None:
     try:
         cgbundle.load(STATEFUL).close()
     except cgbundle.CgbundleError as error:
@@ -44,7 +44,7 @@ def flat(result: object) -> list[object]:
 
 
 @pytest.mark.parametrize("outputs", ["copy", "view"])
-def test_a_warm_program_answers_as_a_fresh_one_does(outputs: str) -> None:
+def test_warmup_changes_no_results_and_no_state(outputs: str) -> None:
     """State, random numbers and later results equal those of a program that was not warmed up."""
     with cgbundle.load(STATEFUL) as fresh, cgbundle.load(STATEFUL, outputs=outputs) as warm:
         for program in (fresh, warm):
@@ -58,7 +58,7 @@ def test_a_warm_program_answers_as_a_fresh_one_does(outputs: str) -> None:
             assert str(flat(warm(ones_input(warm, key)))) == str(flat(fresh(ones_input(fresh, key))))
 
 
-def test_named_keys_alone_are_called() -> None:
+def test_warmup_calls_only_the_named_int_keys() -> None:
     with cgbundle.load(PLAIN) as program:
         first, second = program.int_keys[:2]
         with program.profile() as profile:
@@ -71,7 +71,7 @@ def test_named_keys_alone_are_called() -> None:
             program.warmup((12345,))
 
 
-def test_a_bundle_may_be_gone_and_a_closed_program_says_so(tmp_path: Path) -> None:
+def test_warmup_works_without_the_files_and_fails_after_close(tmp_path: Path) -> None:
     import shutil
 
     path = Path(shutil.copytree(PLAIN, tmp_path / "gone.cgb"))
@@ -108,7 +108,7 @@ def test_calls_and_steps_are_timed(tmp_path: Path) -> None:
             program(x)
             with raises("input-kind"):
                 program(3)
-        program(x)  # before the profile starts
+        program(x)  # after the profile has ended: not timed
         call, step = profile.rows()
         assert (call.name, call.track, call.times, step.track, step.times) == (CALL, "CPU", 2, "CPU", 2)
         assert 0 < step.least <= step.most and step.seconds < call.seconds
@@ -133,7 +133,7 @@ def test_a_program_may_be_closed_while_it_is_profiled() -> None:
         program.profile().__enter__()
 
 
-def test_a_profile_without_calls_says_so(tmp_path: Path) -> None:
+def test_a_profile_without_calls_prints_no_call(tmp_path: Path) -> None:
     with cgbundle.load(PLAIN) as program, program.profile() as profile:
         pass
     assert str(profile).startswith("no call of ")

@@ -172,12 +172,12 @@ def test_a_size_that_cannot_be_padded_names_the_dimension_and_the_reason() -> No
 @pytest.mark.parametrize("two_reasons", [True, False])
 def test_a_size_that_cannot_be_cut_names_the_dimension_and_why(two_reasons: bool) -> None:
     """Older bundles give one reason for both."""
-    whole, why = "outputs depend on the filling; zeros were proved to change nothing", "outputs depend on the filling"
+    whole, why = "outputs depend on the padding; verified: padding with zeros changes no result", "outputs depend on the padding"
     reason, not_chunked = (whole, why) if two_reasons else (why, "")
     seq = dimension("seq", 32, 128, pad="zeros", chunk=False, reason=reason, not_chunked=not_chunked)
     error = refused([seq], [200], "pad")
     assert str(error) == "seq: expected at most seq=128, got 200, and a call cannot be chunked along seq"
-    why = "a call cannot be chunked along seq: outputs depend on the filling"
+    why = "a call cannot be chunked along seq: outputs depend on the padding"
     assert error.hint == f"build the bundle with seq=200 among its --sizes, or more ({why})"
 
 

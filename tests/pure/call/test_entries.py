@@ -227,5 +227,5 @@ def test_entries_with_swapped_names_are_refused(tmp_path: object) -> None:
     (path / file_names.MANIFEST).write_bytes(
         manifest_text.encode(replace(edited(base, entries=(replace(base.entries[0], name="other"),)), files=files))
     )
-    with pytest.raises(BundleError, match="was built for other name than the manifest has"):
+    with pytest.raises(BundleError, match="was compiled for a manifest with other name"):
         check_bundle(archive.Archive(str(path)))

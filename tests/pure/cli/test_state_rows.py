@@ -13,7 +13,7 @@ from tests.helpers.bundles import rows_bundle
 def test_inspect_shows_what_a_load_chooses(tmp_path: Path) -> None:
     lines = state(rows_bundle.write(tmp_path, most=50))
     assert lines[0] == "3 buffers that calls change, 104 B at least in every session"
-    assert lines[-2] == 'rows: 4 rows or more, chosen by load(..., state={"rows": N}); 50 are of use, 24 B each'
+    assert lines[-2] == 'rows: 4 rows or more, chosen by load(..., state={"rows": N}); at most 50 by default, 24 B each'
     assert not any("number" in line for line in lines[1:-2])
 
 

@@ -30,7 +30,7 @@ from tests.helpers.bundles.conditional_rows import recording as branching
 from tests.helpers.bundles.conditional_rows import several, switching
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, inputs
 from tests.helpers.bundles.edits import edited
-from tests.helpers.drivers.conditional_bench import CASES, Bench
+from tests.helpers.drivers.conditional_harness import CASES, RecordingHarness
 from tests.helpers.drivers.cuda_calls import call, opened
 from tests.helpers.drivers.fake_driver import install
 from tests.helpers.drivers.fake_torch import FakeTensor, FakeTorch
@@ -234,10 +234,10 @@ def conditional(calls: Calls, mode: str, outputs: str) -> None:
         rows = [lambda image: several(image, 3, nested=True)]
     for number, row in enumerate(rows):
         with ExitStack() as cleanup:
-            table = Bench(calls.folder / f"{number}.cgb", b"an image", cleanup, row)
+            table = RecordingHarness(calls.folder / f"{number}.cgb", b"an image", cleanup, row)
             executor = calls.note("build", lambda table=table: table.executor(mode))
             for choices, flag in CASES:
-                table.give(choices, flag)
+                table.fill_arena(choices, flag)
                 calls.note(f"launch {choices} {flag}", lambda executor=executor, table=table: executor.launch(table.context.stream))
             calls.note("close", executor.close)
 

@@ -28,7 +28,7 @@ from cgcompile.bundle.manifest_text import describe_files
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.helpers.bundles.edits import edited
-from tests.helpers.drivers.conditional_bench import Bench
+from tests.helpers.drivers.conditional_harness import RecordingHarness
 from tests.helpers.drivers.cuda_calls import opened
 from tests.helpers.drivers.fake_driver import FakeDriver, install
 
@@ -201,9 +201,9 @@ def test_others_have_no_such_launch(fake: FakeDriver, bundle: tuple[Manifest, Pa
 
 def test_a_recording_with_conditional_nodes_has_none(fake: FakeDriver, tmp_path: Path) -> None:
     with ExitStack() as cleanup:
-        bench = Bench(tmp_path / "bench.cgb", b"an image", cleanup)
-        stream, bases = bench.context.stream, bench.memories.bases
-        executor = GraphExecutor(bench.context, bench.table, bench.modules, bases, stream, outputs=[(bases[3], 4)])
+        harness = RecordingHarness(tmp_path / "harness.cgb", b"an image", cleanup)
+        stream, bases = harness.context.stream, harness.memories.bases
+        executor = GraphExecutor(harness.context, harness.table, harness.modules, bases, stream, outputs=[(bases[3], 4)])
         assert executor.copying() is None
         executor.close()
 

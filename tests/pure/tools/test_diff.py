@@ -26,7 +26,7 @@ from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, Function, KernelNode, MemsetNode, Recording, encode_states
 from cgcompile.tools.diff import contents, manifests, recordings
 from cgcompile.tools.diff.bundle_files import BundleFiles, open_bundle
-from cgcompile.tools.diff.compare import UNCOUNTED, compare
+from cgcompile.tools.diff.compare import IGNORED_FIELDS, compare
 from cgcompile.tools.diff.differences import Difference
 from cgcompile_cli import main
 from cgcompile_cli.commands import diff
@@ -105,7 +105,7 @@ def test_a_bundle_does_not_differ_from_its_copy(golden: Path, tmp_path: Path) ->
 
 
 def test_where_and_when_a_bundle_was_built_is_no_difference(tiny: Path, changed: Callable[[tiny_bundle.Change], Path]) -> None:
-    elsewhere = {name: "2031-01-01" for name in UNCOUNTED}
+    elsewhere = {name: "2031-01-01" for name in IGNORED_FIELDS}
     other = changed(lambda manifest: replace(manifest, provenance=replace(manifest.provenance, **elsewhere)))
     assert (tiny / file_names.MANIFEST).read_bytes() != (other / file_names.MANIFEST).read_bytes()
     assert differences(tiny, other) == ()
@@ -171,7 +171,7 @@ def _uncounted(path: tuple[Any, ...]) -> bool:
     names = [part for part in path if isinstance(part, str)]
     return (
         names[0] in ("sha256", "files", "module_state")
-        or names[-1] in UNCOUNTED
+        or names[-1] in IGNORED_FIELDS
         or names[-2:] == ["steps", "file"]
         or names[-1:] in (["programs"], ["entries"], ["version"])
         or "key" in names
@@ -464,7 +464,7 @@ def test_a_kernel_from_another_image(gpu: Path) -> None:
     assert (rows[0].name, rows[0].field) == (symbol, "image")
     assert rows[0].a == f"{image.name[:12]} (1 launch)" and rows[0].b == f"{name[:12]} (1 launch)"
     assert rows[0].facts == {"launches_a": 1, "launches_b": 1}
-    assert f"1 in the kernel's image alone; node {rows[1].facts['first']} (kernel {symbol}): image" in rows[1].note
+    assert f"1 only in the kernel's image; node {rows[1].facts['first']} (kernel {symbol}): image" in rows[1].note
 
 
 def test_kernels_added_removed_and_launched_more_often() -> None:
@@ -486,7 +486,7 @@ def test_two_images_of_one_symbol_that_change_places() -> None:
 
     one, two = "1" * 64, "2" * 64
     (row,) = recordings.compare_recordings("g", recording_of(one, two), recording_of(two, one))
-    assert row.note == f"2 of 2 nodes differ, 2 in the kernel's image alone; node 0 (kernel add): image {one[:12]} -> {two[:12]}"
+    assert row.note == f"2 of 2 nodes differ, 2 only in the kernel's image; node 0 (kernel add): image {one[:12]} -> {two[:12]}"
 
 
 BEFORE = cuda_bundles.recording("0" * 64, 4)
@@ -554,12 +554,12 @@ def test_nodes_by_kind_where_their_number_differs() -> None:
     fewer = replace(BEFORE, nodes=BEFORE.nodes[:-1], edges=())
     assert [row.note or f"{row.a} -> {row.b}" for row in recordings.compare_recordings("g", BEFORE, fewer)] == [
         "5 nodes: 2 kernel, 1 memcpy, 1 memset, 1 empty -> 4 nodes: 2 kernel, 1 memcpy, 1 memset",
-        "node 4 (empty) and what follows it: only in A",
+        "node 4 (empty) and all later nodes: only in A",
     ]
     memset: MemsetNode = BEFORE.nodes[3]  # type: ignore[assignment]
     more = replace(BEFORE, nodes=(BEFORE.nodes[0], memset, *BEFORE.nodes[1:]), edges=())
     assert [row.note for row in recordings.compare_recordings("g", BEFORE, more)][1] == (
-        "alike up to node 1; node 1 (kernel add): kind kernel add -> memset"
+        "equal before node 1; node 1 (kernel add): kind kernel add -> memset"
     )
 
 

@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from cgcompile.export.functionalization import functional_form
 from cgcompile.export.weights import weight_tensors
 from cgcompile.offline.collectives import COLLECTIVE
-from cgcompile.offline.layers.assign import Assigned, assigned
+from cgcompile.offline.layers.assign import Assignment, assign_devices
 from cgcompile.offline.layers.share import share_of
 from tests.cpu.pipeline.layers_model import Layers
 from tests.cpu.pipeline.layers_model import called as inputs
@@ -100,7 +100,7 @@ def exported(model: torch.nn.Module) -> ExportedProgram:
     return functional_form(program)
 
 
-def drawn(program: ExportedProgram, world: int, seed: int) -> Assigned:
+def drawn(program: ExportedProgram, world: int, seed: int) -> Assignment:
     """Returns a random assignment to devices."""
     random, ranks = Random(seed), dict[str, int]()
     mutated = set(program.graph_signature.buffers_to_mutate.values())
@@ -117,10 +117,10 @@ def drawn(program: ExportedProgram, world: int, seed: int) -> Assigned:
                 ranks[node.name] = ranks[operands[0].name]
         elif any(operand.name in ranks for operand in operands) or random.random() < 0.7:
             ranks[node.name] = random.randrange(world)
-    return Assigned(ranks=ranks)
+    return Assignment(ranks=ranks)
 
 
-def check(program: ExportedProgram, assignment: Assigned, world: int) -> list[ExportedProgram]:
+def check(program: ExportedProgram, assignment: Assignment, world: int) -> list[ExportedProgram]:
     shares = [share_of(program, assignment, rank, world) for rank in range(world)]
     for batch in (2, 5):
         tensors = inputs(batch)
@@ -146,7 +146,7 @@ def test_layers_are_cut_where_the_bytes_are_equal() -> None:
     program = exported(Layers())
     state = sorted(set(program.graph_signature.buffers_to_mutate.values()))
     for world, wanted in ((2, [0, 0, 1, 1, 1]), (3, [0, 1, 1, 2, 2]), (5, [0, 1, 2, 3, 4])):
-        owners, (assignment,) = assigned([program], state, world)
+        owners, (assignment,) = assign_devices([program], state, world)
         assert [owners[f"layers.{number}.calls"] for number in range(5)] == wanted
         shares = check(program, assignment, world)
         for rank, share in enumerate(shares):
@@ -163,7 +163,7 @@ def test_an_entry_that_comes_first_and_resets_state_does_not_draw_it() -> None:
 
     programs = [exported(Reset()), exported(Layers())]
     state = sorted(set(programs[1].graph_signature.buffers_to_mutate.values()))
-    owners, (reset, _) = assigned(programs, state, 2)
+    owners, (reset, _) = assign_devices(programs, state, 2)
     assert [owners[f"layers.{number}.calls"] for number in range(5)] == [0, 0, 1, 1, 1]
     for share in check(programs[0], reset, 2):
         assert not [node for node in share.graph.nodes if node.target is COLLECTIVE]
@@ -172,7 +172,7 @@ def test_an_entry_that_comes_first_and_resets_state_does_not_draw_it() -> None:
 def test_what_is_small_is_read_on_every_device() -> None:
     program = exported(Layers())
     state = sorted(set(program.graph_signature.buffers_to_mutate.values()))
-    _, (assignment,) = assigned([program], state, 2)
+    _, (assignment,) = assign_devices([program], state, 2)
     shares = [share_of(program, assignment, rank, 2) for rank in range(2)]
     assert all("turns" in weight_tensors(share) for share in shares)
 
@@ -183,10 +183,10 @@ def test_what_cannot_be_split() -> None:
             return ids + places
 
     with raises("split-refused", match="no list of layers"):
-        assigned([exported(NoLayers())], [], 2)
+        assign_devices([exported(NoLayers())], [], 2)
     program = exported(Layers())
     with raises("split-refused", match="with 6 elements or more"):
-        assigned([program], [], 6)
+        assign_devices([program], [], 6)
 
 
 def test_memory_that_is_read_as_it_lies() -> None:
@@ -197,7 +197,7 @@ def test_memory_that_is_read_as_it_lies() -> None:
     program = exported(Strided())
     ranks = {node.name: 1 for node in program.graph.nodes if node.op == "call_function"}
     with raises("split-refused", match="as_strided reads a value as it lies"):
-        share_of(program, Assigned(ranks=ranks), 1, 2)
+        share_of(program, Assignment(ranks=ranks), 1, 2)
 
 
 def test_a_size_that_follows_from_data_goes_to_no_other_device() -> None:
@@ -209,4 +209,4 @@ def test_a_size_that_follows_from_data_goes_to_no_other_device() -> None:
     chosen = next(node for node in program.graph.nodes if node.target is torch.ops.aten.index.Tensor)
     ranks = {node.name: 1 for node in program.graph.nodes if node.op == "call_function" and node.name != chosen.name}
     with raises("split-refused", match="goes to another device"):
-        share_of(program, Assigned(ranks={**ranks, chosen.name: 0}), 1, 2)
+        share_of(program, Assignment(ranks={**ranks, chosen.name: 0}), 1, 2)
