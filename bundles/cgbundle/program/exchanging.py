@@ -281,9 +281,7 @@ def _accept_ranks(path: str, claim: Mapping[str, Any], part: int, deadline: _Dea
                 raise deadline.timeout_error(missing) from None
             message, received = _receive(connection, deadline, missing)
             stack.callback(_close_all, received)
-            reason = (
-                _mismatch(claim, message, descriptors) if len(received) == 1 else "it sent no descriptor of its memory"
-            )
+            reason = _mismatch(claim, message, descriptors) if len(received) == 1 else "it sent no descriptor of its memory"
             if reason:
                 _send(connection, {"error": reason})
                 raise CallError("ranks-unlike", f"{path}: {reason}")
