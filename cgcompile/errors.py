@@ -219,7 +219,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "A table holds addresses. Only addresses in parameters and variables can be relocated.", OTHER_KERNELS),
     "module-state-differs": Cause(BuildError, 1, "A module variable differs between processes, and is not an address.",
         OTHER_KERNELS),
-    "module-state-unreadable": Cause(BuildError, 1, "A kernel may have changed a variable without a handle.", OTHER_KERNELS),
+    "module-state-unreadable": Cause(BuildError, 1,
+        "A module variable was changed, or kernels can change it, but the driver gives no address of it.", OTHER_KERNELS),
     # --- graphs that another program captured ---
     "not-observed": Cause(BuildError, 2, "save_graphs needs all kernel images of the process, but observe() was not called.",
         "call cgcompile.observe() before anything uses CUDA"),

@@ -19,7 +19,8 @@ from ..util.version import VERSION
 
 
 def provenance(label: str, options: Mapping[str, str]) -> Provenance:
-    """Returns the provenance.  SOURCE_DATE_EPOCH, if set, is the time, so that two builds are equal byte for byte."""
+    """Returns the provenance.  If SOURCE_DATE_EPOCH is set, it is the time of the build.  Then two builds can be equal byte for
+    byte."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     timestamp = int(epoch) if epoch and epoch.isdigit() else time.time()
     now = datetime.datetime.fromtimestamp(timestamp, datetime.UTC)

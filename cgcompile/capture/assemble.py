@@ -1,5 +1,6 @@
-"""Combines two takes into the rows of a bundle: pairs ranges over all keys, classifies every graph, and lays out memory.  Pure.
-Constants outside the program's memory become tables behind the weights.  All other memory that a key uses goes into its arena."""
+"""Combines two takes into the rows of a bundle: pairs their memory ranges, classifies the words of every graph as addresses or
+other values, and lays out memory.  Pure.  A *take* is everything that one recorder process captured (take.py).  Constants outside
+the program's memory become tables, which follow the weights.  All other memory that a key uses goes into its arena."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ COPY_SHAPE = ("width", "height", "depth", "source_pitch", "source_height", "targ
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """`graphs`: by key in the takes' order, for every key in execution order.  `tables` are placed behind the weights."""
+    """`graphs`: the graphs of every key, in execution order; keys are in the order of the takes.  `tables`: follow the weights."""
 
     graphs: dict[IntKey, tuple[RecordedGraph, ...]]
     tables: tuple[Table, ...]
@@ -53,19 +54,19 @@ class Assembled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassifiedGraph:
-    """A graph's addresses as readings of the first take.  `blocks`: parameter blocks of kernels, by row.  `places`: addresses of
-    memsets, copies and conditions, by row.  `values`: addresses of the call's inputs, then outputs; None for an empty tensor."""
+    """The addresses of a graph, as readings in the ranges of the first take.  `blocks`: parameter blocks of kernels, by row.
+    `places`: addresses of memsets, copies and conditions, by row.  `values`: addresses of the call's inputs, then outputs; None for
+    an empty tensor.  `written`: indices of ranges to which memsets and copies write."""
 
     blocks: dict[int, Classified]
     places: dict[int, tuple[Reading, ...]]
     values: tuple[Reading | None, ...]
-    filled: frozenset[int]
-    """Ranges that memsets and copies write to."""
+    written: frozenset[int]
 
-    def used(self) -> list[int]:
+    def used_ranges(self) -> list[int]:
         """Returns the indices of the ranges that the graph uses, in the order of first use."""
-        targets = [t for i in sorted({*self.blocks, *self.places}) for t in self._row_readings(i)]
-        return list(dict.fromkeys(t.range for t in (*targets, *(v for v in self.values if v))))
+        readings = [reading for i in sorted({*self.blocks, *self.places}) for reading in self._row_readings(i)]
+        return list(dict.fromkeys(reading.range for reading in (*readings, *(value for value in self.values if value))))
 
     def _row_readings(self, i: int) -> tuple[Reading, ...]:
         return tuple(t for _, t in self.blocks[i].relocations) if i in self.blocks else self.places[i]
@@ -73,7 +74,7 @@ class ClassifiedGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassifiedTakes:
-    """`graphs` in the takes' order; `states`: (image, symbol, contents) of module variables."""
+    """`graphs`: in the order of the takes.  `states`: module variables as (image, symbol, contents)."""
 
     paired: PairedRanges
     graphs: tuple[ClassifiedGraph, ...]
@@ -91,16 +92,18 @@ def assemble(
     """Compares two takes and replaces every address by an offset in a memory of the bundle.
 
     `weights_end`: end of the program's tensors in memory `weights`.  `donated`: by key, outputs that a later call reads in place.
-    `conditions`: the kernel that sets conditions, if there are branches or loops.  `rows_begin`: offset in memory `state` from
-    which on the two processes had different numbers of rows.  Raises recordings-differ, address-disagrees, memory-refused,
-    pointer-in-table, module-state-differs, donation-refused, state-refused."""
+    `conditions`: the kernel that sets conditions, if there are branches or loops.  `rows_begin`: offset in memory `state` where the
+    buffers begin whose number of rows differed between the two processes, or None.  Raises recordings-differ, address-disagrees,
+    memory-refused, pointer-in-table, module-state-differs, donation-refused, state-refused."""
     takes = classify_takes(a, b)
     paired, classified, states = takes.paired, takes.graphs, takes.states
     for graph, classification in zip(a.graphs, classified, strict=True) if rows_begin is not None else ():
         check_rows(graph, classification.blocks, {i for i, span in enumerate(a.ranges) if span.kind == "state"}, rows_begin or 0)
-    used = [i for graph in classified for i in graph.used()] + [t.range for _, _, block in states for _, t in block.relocations]
-    filled = {i for graph in classified for i in graph.filled}  # the graphs write these ranges, so they cannot be tables
-    read = [i for i in dict.fromkeys(used) if i not in filled]
+    used = [i for graph in classified for i in graph.used_ranges()] + [
+        t.range for _, _, block in states for _, t in block.relocations
+    ]
+    written = {i for graph in classified for i in graph.written}  # they cannot be tables, which are constant
+    read = [i for i in dict.fromkeys(used) if i not in written]
     tables, offsets, end = place_tables(a, b, paired.pairing, read, weights_end)
     graphs_by_key: dict[IntKey, list[tuple[RawGraph, ClassifiedGraph]]] = {}
     for graph, classification in zip(a.graphs, classified, strict=True):
@@ -109,8 +112,8 @@ def assemble(
     layout = keep(a, donated_ranges)
     graphs = {}
     for key, key_graphs in graphs_by_key.items():
-        ranges = dict.fromkeys(i for _, classification in key_graphs for i in classification.used())
-        placement = place(a, ranges, offsets, key, layout.offsets.get(key, {}), layout.start)  # one arena for the key
+        ranges = dict.fromkeys(i for _, classification in key_graphs for i in classification.used_ranges())
+        placement = place(a, ranges, offsets, key, layout.offsets.get(key, {}), layout.start)  # all graphs of a key share an arena
         graphs[key] = tuple([recorded_rows(graph, classification, placement, conditions) for graph, classification in key_graphs])
     variables = module_states(a, states, offsets)
     return Assembled(graphs=graphs, tables=tables, weights_end=end, states=variables, reserved=layout.reserved)
@@ -124,7 +127,7 @@ def classify_takes(a: Take, b: Take) -> ClassifiedTakes:
         (s.image, s.symbol, classify(s.block, t.block, paired, lambda at, s=s: f"variable {s.symbol}, the word at {at}"))  # type: ignore[misc]
         for s, t in zip(a.states, b.states, strict=True)
     ]
-    graphs = [_classified(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
+    graphs = [_classify_all_rows(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
     return ClassifiedTakes(paired=paired, graphs=tuple(graphs), states=tuple(variables))
 
 
@@ -140,10 +143,10 @@ def _donated_ranges(take: Take, graphs: Sequence[tuple[RawGraph, ClassifiedGraph
     return range_indices
 
 
-def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> ClassifiedGraph:
+def _classify_all_rows(x: RawGraph, y: RawGraph, paired: PairedRanges) -> ClassifiedGraph:
     blocks = classify_graph(x, y, paired)
     places: dict[int, tuple[Reading, ...]] = {}
-    filled: set[int] = set()
+    written: set[int] = set()
     for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
         where = node_name(x, i)
         if isinstance(m, RawMemset) and isinstance(n, RawMemset):
@@ -153,12 +156,12 @@ def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> ClassifiedGra
         elif isinstance(m, RawSetCondition) and isinstance(n, RawSetCondition):
             places[i] = (place_of(m.byte, n.byte, paired, where),)
         if isinstance(m, (RawMemset, RawMemcpy)):
-            filled.add(places[i][-1].range)
+            written.add(places[i][-1].range)
     values = tuple(
         place_of(v.place, w.place, paired, f"int_key {x.key}, tensor {i} of the call") if v.place.readings else None
         for i, (v, w) in enumerate(zip((*x.inputs, *x.outputs), (*y.inputs, *y.outputs), strict=True))
     )
-    return ClassifiedGraph(blocks=blocks, places=places, values=values, filled=frozenset(filled))
+    return ClassifiedGraph(blocks=blocks, places=places, values=values, written=frozenset(written))
 
 
 def has_conditions(take: Take) -> bool:
@@ -222,13 +225,13 @@ def _kernel(node: RawKernel, function: int, block: Classified, placement: Placem
 
 
 def _value(value: RawValue, target: Reading | None, placement: Placement) -> Value:
-    anywhere = Address(memory=MEMORIES.index("arena"), offset=0)  # an empty tensor has no address
-    place = placement.address(target) if target else anywhere
+    arena_start = Address(memory=MEMORIES.index("arena"), offset=0)  # stands for the address of an empty tensor
+    place = placement.address(target) if target else arena_start
     return Value(dtype=value.dtype, shape=value.shape, strides=value.strides, memory=MEMORIES[place.memory], offset=place.offset)
 
 
 def module_states(take: Take, states: Iterable[tuple[str, str, Classified]], tables: Mapping[int, int]) -> tuple[ModuleState, ...]:
-    """Returns the module variables with their pointers as relocations.  A pointer may lead to weights, inputs or a table.
+    """Returns the module variables with their pointers as relocations.  A pointer may point into weights, inputs or a table.
     `tables`: range -> offset in memory `weights`.  Raises module-state-differs."""
     return tuple(_states(take, states, tables))
 

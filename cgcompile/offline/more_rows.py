@@ -33,9 +33,7 @@ def same_launches(
     for key in changed[0].traced:
         inputs = [_recording_inputs(lowered.traced[key], compiled, varying) for lowered, compiled in (reference, changed)]
         if inputs[0] != inputs[1]:
-            text = (
-                f"int_key {key}: with more {' or '.join([group.name for group in rows])} the kernels or their arguments are others"
-            )
+            text = f"int_key {key}: with more {' or '.join([group.name for group in rows])} the kernels or their arguments differ"
             raise ModelError("state-refused", text, "let no operator of the model read the size of the state")
 
 

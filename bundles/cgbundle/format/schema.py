@@ -312,7 +312,7 @@ class DonatedRange:
 class World:
     """The bundle is rank `rank` of `size`: one device's share of a model. Memory `peer` has a part of `stride` bytes per rank, in
     order; rank r's part is on its device, starts as zeros, and all ranks can write to it. In its part a rank reads, little-endian:
-    4 bytes at `status`, 0 or 1 + the rank that a kernel waited for in vain; 8 bytes at `limit`, the nanoseconds that kernels
+    4 bytes at `status`, 0, or 1 + the rank for which a kernel waited too long; 8 bytes at `limit`, the nanoseconds that kernels
     wait."""
 
     rank: int

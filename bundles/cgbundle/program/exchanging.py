@@ -1,5 +1,5 @@
-"""Backends that exchange data with other ranks through memory `peer`: one range of addresses, in which every rank's part
-(`cuMemCreate`) is on its own device and writable by all ranks. Every process maps all parts."""
+"""Backends that exchange data with other ranks through memory `peer`. This is one address range with a part for each rank. A part
+is physical memory (`cuMemCreate`) on its rank's device, and all ranks can write to it. Every process maps all parts."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ SECOND = 10**9
 
 
 class ExchangingBackend(CudaBackend):
-    """A backend over several GPUs, or of one rank. Subclasses set these attributes before `CudaBackend.__init__`: `_world`,
-    `_timeout` in seconds, `_base` of memory peer, `_words` (pinned memory with a status per rank), `_outside` (cleanup after the
-    backend's)."""
+    """A backend that drives all ranks, or a single one. Subclasses set these attributes before `CudaBackend.__init__`: `_world`;
+    `_timeout` in seconds; `_peer_base`, the address of memory peer; `_status_words`, the address of pinned memory with a status
+    word for each rank; `_peer_cleanup`, which runs after the cleanup of `CudaBackend`."""
 
     _world: World
     _timeout: float
-    _base: int
-    _words: int
-    _outside: ExitStack
+    _peer_base: int
+    _status_words: int
+    _peer_cleanup: ExitStack
     _failed: CgbundleError | None = None
-    """What went wrong, from which on no call is right."""
+    """An error after which results would be wrong. Every later call raises it again."""
 
-    def _begin_statuses(self, context: Context, outside: ExitStack) -> None:
-        """Needs a current context."""
-        self._words = memory.allocate_pinned(4 * self._world.size, "statuses of the ranks")
-        outside.callback(within, context, "cuMemFreeHost", self._words)
-        ctypes.memset(self._words, 0, 4 * self._world.size)
+    def _allocate_statuses(self, context: Context, cleanup: ExitStack) -> None:
+        """Allocates the status words, filled with zeros. Needs a current context."""
+        self._status_words = memory.allocate_pinned(4 * self._world.size, "statuses of the ranks")
+        cleanup.callback(call_in_context, context, "cuMemFreeHost", self._status_words)
+        ctypes.memset(self._status_words, 0, 4 * self._world.size)
 
-    def _part(self, rank: int) -> int:
-        return self._base + rank * self._world.stride
+    def _part_address(self, rank: int) -> int:
+        return self._peer_base + rank * self._world.stride
 
     def begin(self, stream: int | None) -> Any:
         if self._failed is not None:
@@ -62,55 +62,55 @@ class ExchangingBackend(CudaBackend):
         handle = super().begin(stream)
         if self.order.captured:
             super().end(handle)
-            text = "a call over several GPUs cannot become part of a CUDA graph, which is of one"
+            text = "a CUDA graph belongs to one GPU, so it cannot contain a call that runs on several"
             raise CallError("capture-refused", text, "call it outside the capture")
         return handle
 
     def fast_path(self, program: int, caller: Caller) -> Callable[..., Any]:
-        """Uses `run`, which first checks the other ranks."""
+        """Returns a fast path that calls `run`, because `run` checks the other ranks first."""
 
-        def replayed(addresses: list[int], views: Sequence[Any], stream: Any) -> Any:
+        def replay(addresses: list[int], views: Sequence[Any], stream: Any) -> Any:
             for view in views:
-                view.tensor  # noqa: B018  raises stale-view where another thread's call came between
+                view.tensor  # noqa: B018  raises stale-view if a call of another thread has replaced the view
             for count in caller.counts:
                 count.number += 1  # from here on the outputs of the last replay may be overwritten
             self.run(program, addresses, self.device, stream)
             return caller.finish(stream)
 
         device = self._context.index
-        return lambda addresses, views: during(self, caller.stream(device), lambda stream: replayed(addresses, views, stream))
+        return lambda addresses, views: during(self, caller.stream(device), lambda stream: replay(addresses, views, stream))
 
-    def _note(self, rank: int, stream: Any) -> None:
+    def _copy_status(self, rank: int, stream: Any) -> None:
         """Copies a rank's status to this process, in stream order."""
-        memory.copy(self._words + 4 * rank, self._part(rank) + self._world.status, 4, stream, target_on_device=False)
+        memory.copy(self._status_words + 4 * rank, self._part_address(rank) + self._world.status, 4, stream, target_on_device=False)
 
     def _check_ranks(self) -> None:
-        for rank, word in enumerate((ctypes.c_uint32 * self._world.size).from_address(self._words)):
+        for rank, word in enumerate((ctypes.c_uint32 * self._world.size).from_address(self._status_words)):
             if word:
-                text = f"{self._place(rank)} has waited {self._timeout:g} s for rank {word - 1} in vain"
+                text = f"{self._rank_name(rank)} waited {self._timeout:g} s for rank {word - 1}, which did not respond"
                 self._failed = MachineError("rank-timeout", text)
                 raise self._failed
 
-    def _place(self, rank: int) -> str:
+    def _rank_name(self, rank: int) -> str:
         return f"rank {rank} on device {self.device}"
 
     def session(self) -> CudaBackend:
-        raise refused("sessions: the ranks exchange data through one memory")
+        raise unsupported("sessions, because the ranks exchange data through one memory")
 
     def update(self, *arguments: Any) -> None:
-        raise refused("other weights in place: each rank has its own")
+        raise unsupported("update(), because each rank has its own weights")
 
     def close(self) -> None:
         if self._context.inherited:
             return
         if self._lock.close():
             with self._shared.updating:
-                self._outside.close()
+                self._peer_cleanup.close()
 
 
-def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
-    """Raises wrong-machine unless all blocks of each exchange, of `ranks` ranks, run on the backend's GPU at once: they wait for
-    each other. Needs a current context."""
+def check_occupancy(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
+    """Raises wrong-machine unless the backend's GPU can run all blocks of an exchange kernel at the same time, for `ranks` ranks.
+    The blocks wait for each other. Needs a current context."""
     world = bundle.manifest.world
     assert world is not None
     files = {step.file for program in all_programs(bundle.manifest) for step in program.steps if step.file}
@@ -124,20 +124,22 @@ def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
         fit = count * int(call("cuOccupancyMaxActiveBlocks", function, threads, 0))
         if blocks * ranks > fit:
             text = (
-                f"device {context.index} ({context.name}) runs {fit} blocks of {symbol} at once, {ranks} x {blocks} wait together"
+                f"device {context.index} ({context.name}) can run {fit} blocks of {symbol} at once, "
+                f"but {ranks} x {blocks} blocks wait for each other"
             )
-            raise MachineError("wrong-machine", text, "take larger GPUs, or one for each rank")
+            raise MachineError("wrong-machine", text, "use larger GPUs, or one GPU for each rank")
 
 
-def refused(what: str) -> CallError:
-    return CallError("ranks-refused", f"a model over several GPUs has no {what}")
+def unsupported(what: str) -> CallError:
+    return CallError("ranks-refused", f"a model over several GPUs does not support {what}")
 
 
 # --- memory peer ----------------------------------------------------------------------------------------------------
 
 
 def create_part(world: World, context: Context, cleanup: ExitStack, *, shared: bool = False) -> int:
-    """The handle of a rank's part. `shared`: exportable to other processes. Raises OutOfMemory."""
+    """Allocates a rank's part and returns its handle. `shared`: the handle can be exported to other processes. Raises
+    OutOfMemory."""
     prop = AllocationProp()
     prop.type, prop.location.type, prop.location.id = MEM_PINNED, MEM_DEVICE, context.device
     prop.requestedHandleTypes = MEM_FILE_DESCRIPTOR if shared else 0
@@ -146,22 +148,23 @@ def create_part(world: World, context: Context, cleanup: ExitStack, *, shared: b
     except OutOfMemory:
         text = f"memory peer: needs {world.stride:,} bytes, the GPU has {free_bytes():,} free"
         raise OutOfMemory("out-of-memory", text) from None
-    cleanup.callback(within, context, "cuMemRelease", handle)
+    cleanup.callback(call_in_context, context, "cuMemRelease", handle)
     return handle
 
 
 def reserve(world: World, context: Context, cleanup: ExitStack) -> int:
     size = world.stride * world.size
     base = int(call("cuMemAddressReserve", size, GRANULARITY, 0, 0))
-    cleanup.callback(within, context, "cuMemAddressFree", base, size)
+    cleanup.callback(call_in_context, context, "cuMemAddressFree", base, size)
     return base
 
 
 def map_part(world: World, at: int, handle: int, contexts: Iterable[Context], cleanup: ExitStack) -> None:
-    """Maps a part, writable by the devices of `contexts`, one of which is current. Raises wrong-machine."""
+    """Maps a part at an address and lets the devices of `contexts` write to it. One of these contexts must be current. Raises
+    wrong-machine."""
     size, users = world.stride, {context.device: context for context in contexts}
     call("cuMemMap", at, size, 0, handle, 0)
-    cleanup.callback(within, next(iter(users.values())), "cuMemUnmap", at, size)
+    cleanup.callback(call_in_context, next(iter(users.values())), "cuMemUnmap", at, size)
     for device, context in users.items():
         access = AccessDesc()
         access.location.type, access.location.id, access.flags = MEM_DEVICE, device, MEM_ACCESS_READ_WRITE
@@ -171,59 +174,59 @@ def map_part(world: World, at: int, handle: int, contexts: Iterable[Context], cl
             raise MachineError("wrong-machine", text, hint)
 
 
-def begin_part(world: World, at: int, limit: int, stream: Any) -> None:
-    """Fills a rank's part with zeros and its time limit in nanoseconds, and waits. Needs a current context."""
+def initialize_part(world: World, at: int, limit: int, stream: Any) -> None:
+    """Fills a rank's part with zeros, stores the time limit in nanoseconds, and synchronizes. Needs a current context."""
     memory.fill(at, world.stride, 0, stream)
     number = ctypes.c_uint64(limit)
     memory.copy(at + world.limit, ctypes.addressof(number), 8, stream, source_on_device=False)
     call("cuStreamSynchronize", stream)
 
 
-def within(context: Context, name: str, *arguments: Any) -> None:
-    """Calls a cleanup function of the driver with the context current."""
+def call_in_context(context: Context, name: str, *arguments: Any) -> None:
+    """Makes the context current and calls a cleanup function of the driver."""
     with context:
         call(name, *arguments)
 
 
-# --- how the processes of a model's ranks connect ------------------------------------------------------------------------
+# --- connecting the processes of the ranks --------------------------------------------------------------------------------
 
 
-LONGEST, PAUSE = 4096, 0.02  # bytes of a message, seconds between attempts to connect
-SLOTS = 4096  # calls that a rank may be ahead of another; calls further apart are not compared
-_WORD = Struct("<Q")
-_NUMBER = 16  # bits of the program, below the number of the call
+MESSAGE_BYTES, RETRY_SECONDS = 4096, 0.02  # maximum bytes of a message, seconds between attempts to connect
+LOGGED_CALLS = 4096  # entries of a rank's ring; if a rank is further ahead, its calls are not compared
+_ENTRY = Struct("<Q")
+_PROGRAM_BITS = 16  # the lowest bits of an entry hold the program, the others the number of the call
 
 
-class Met(NamedTuple):
-    """`parts`: a file descriptor for each rank's part of memory peer; `seed` is equal for all."""
+class Connected(NamedTuple):
+    """`parts`: a file descriptor for each rank's part of memory peer; `seed`: the same random number in all processes."""
 
     parts: Sequence[int]
-    board: Board
+    call_log: CallLog
     seed: int
 
 
-class Board:
-    """The calls of the ranks: for each a ring of words (number of the call, program). A rank that calls another program than the
-    others would wait for data that never comes, or read wrong data."""
+class CallLog:
+    """Shared memory with the calls of all ranks, to detect different calls. Every rank has a ring of entries (call number,
+    program). If ranks call different programs, they wait for data that never comes, or read wrong data."""
 
     def __init__(self, descriptor: int, rank: int, size: int) -> None:
-        self._memory, self._rank, self._size = mmap.mmap(descriptor, board_bytes(size)), rank, size
+        self._memory, self._rank, self._size = mmap.mmap(descriptor, call_log_bytes(size)), rank, size
         self._calls, self._checked = 0, 0
 
-    def call(self, program: int) -> None:
+    def record(self, program: int) -> None:
         self._calls += 1
-        _WORD.pack_into(self._memory, self._at(self._rank, self._calls), self._calls << _NUMBER | program)
+        _ENTRY.pack_into(self._memory, self._at(self._rank, self._calls), self._calls << _PROGRAM_BITS | program)
 
-    def check(self) -> None:
-        """Raises ranks-unlike if another rank called another program, for the calls so far."""
+    def compare(self) -> None:
+        """Compares the calls that all ranks have made. Raises ranks-unlike if a rank called a different program."""
         while self._checked < self._calls:
             number = self._checked + 1
-            words = [int(_WORD.unpack_from(self._memory, self._at(rank, number))[0]) for rank in range(self._size)]
+            words = [int(_ENTRY.unpack_from(self._memory, self._at(rank, number))[0]) for rank in range(self._size)]
             for rank, word in enumerate(words):
-                if word >> _NUMBER < number:
-                    return  # it has not come so far
-                if word >> _NUMBER == number and word != words[self._rank]:
-                    mine, other = [row & ((1 << _NUMBER) - 1) for row in (words[self._rank], word)]
+                if word >> _PROGRAM_BITS < number:
+                    return  # that rank has not made this call yet
+                if word >> _PROGRAM_BITS == number and word != words[self._rank]:
+                    mine, other = [row & ((1 << _PROGRAM_BITS) - 1) for row in (words[self._rank], word)]
                     text = f"call {number}: rank {self._rank} calls program {mine}, and rank {rank} program {other}"
                     raise CallError("ranks-unlike", text)
             self._checked = number
@@ -232,22 +235,23 @@ class Board:
         self._memory.close()
 
     def _at(self, rank: int, number: int) -> int:
-        return 8 * (rank * SLOTS + number % SLOTS)
+        return 8 * (rank * LOGGED_CALLS + number % LOGGED_CALLS)
 
 
-def board_bytes(size: int) -> int:
-    return 8 * SLOTS * size
+def call_log_bytes(size: int) -> int:
+    return 8 * LOGGED_CALLS * size
 
 
-def meet(path: str, rank: int, size: int, bundle: str, part: int, timeout: float) -> Met:
-    """Waits for all ranks at `path`. `bundle`: a hash that all have to share; `part`: this rank's descriptor. The caller closes
-    descriptors and board. Raises rank-timeout after `timeout` seconds, ranks-unlike for another bundle or a repeated rank."""
-    claim, clock = {"rank": rank, "size": size, "bundle": bundle}, _Clock(timeout)
-    return _host(path, claim, part, clock) if not rank else _join(path, claim, part, clock)
+def connect_ranks(path: str, rank: int, size: int, bundle: str, part: int, timeout: float) -> Connected:
+    """Connects the processes of all ranks by a socket at `path`. `bundle`: a hash, which must be equal in all processes; `part`:
+    the file descriptor of this rank's part. The caller closes the returned descriptors and call log. Raises rank-timeout after
+    `timeout` seconds, ranks-unlike for a different bundle or a repeated rank."""
+    claim, deadline = {"rank": rank, "size": size, "bundle": bundle}, _Deadline(timeout)
+    return _accept_ranks(path, claim, part, deadline) if not rank else _connect_to_rank_0(path, claim, part, deadline)
 
 
-class _Clock:
-    """The time that is left to wait for other ranks."""
+class _Deadline:
+    """A time limit for the other ranks to connect."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self._end = seconds, time.monotonic() + seconds
@@ -256,12 +260,12 @@ class _Clock:
     def left(self) -> float:
         return self._end - time.monotonic()
 
-    def late(self, missing: Sequence[int]) -> MachineError:
+    def timeout_error(self, missing: Sequence[int]) -> MachineError:
         who = ", ".join(map(str, missing))
         return MachineError("rank-timeout", f"rank {who} did not connect within {self.seconds:g} s, or has disconnected")
 
 
-def _host(path: str, claim: Mapping[str, Any], part: int, clock: _Clock) -> Met:
+def _accept_ranks(path: str, claim: Mapping[str, Any], part: int, deadline: _Deadline) -> Connected:
     size: int = claim["size"]
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -270,14 +274,14 @@ def _host(path: str, claim: Mapping[str, Any], part: int, clock: _Clock) -> Met:
         descriptors, others = {0: part}, dict[int, socket.socket]()
         while len(descriptors) < size:
             missing = [number for number in range(size) if number not in descriptors]
-            listener.settimeout(max(0.001, clock.left))
+            listener.settimeout(max(0.001, deadline.left))
             try:
                 connection = stack.enter_context(listener.accept()[0])
             except TimeoutError:
-                raise clock.late(missing) from None
-            message, received = _received(connection, clock, missing)
+                raise deadline.timeout_error(missing) from None
+            message, received = _receive(connection, deadline, missing)
             stack.callback(_close_all, received)
-            reason = _reason(claim, message, descriptors) if len(received) == 1 else "it sent no memory"
+            reason = _mismatch(claim, message, descriptors) if len(received) == 1 else "it sent no descriptor of its memory"
             if reason:
                 _send(connection, {"error": reason})
                 raise CallError("ranks-unlike", f"{path}: {reason}")
@@ -285,14 +289,14 @@ def _host(path: str, claim: Mapping[str, Any], part: int, clock: _Clock) -> Met:
         seed = int.from_bytes(os.urandom(8), "little") >> 1
         page = os.memfd_create("cgbundle-ranks")
         stack.callback(os.close, page)
-        os.truncate(page, board_bytes(size))
+        os.truncate(page, call_log_bytes(size))
         ordered = [descriptors[number] for number in range(size)]
         for connection in others.values():
             _send(connection, {"seed": seed}, [*ordered, page])
-        return Met([os.dup(descriptor) for descriptor in ordered], Board(page, 0, size), seed)
+        return Connected([os.dup(descriptor) for descriptor in ordered], CallLog(page, 0, size), seed)
 
 
-def _join(path: str, claim: Mapping[str, Any], part: int, clock: _Clock) -> Met:
+def _connect_to_rank_0(path: str, claim: Mapping[str, Any], part: int, deadline: _Deadline) -> Connected:
     rank, size = claim["rank"], claim["size"]
     with ExitStack() as stack:
         while True:
@@ -302,58 +306,58 @@ def _join(path: str, claim: Mapping[str, Any], part: int, clock: _Clock) -> Met:
                 break
             except OSError:
                 connection.close()
-                if clock.left < 0:
-                    raise clock.late([0]) from None
-                time.sleep(PAUSE)
+                if deadline.left < 0:
+                    raise deadline.timeout_error([0]) from None
+                time.sleep(RETRY_SECONDS)
         _send(connection, claim, [part])
-        message, received = _received(connection, clock, [0])
+        message, received = _receive(connection, deadline, [0])
         if "error" in message or len(received) != size + 1:
             _close_all(received)
             raise CallError("ranks-unlike", f"{path}: rank 0 says: {message.get('error', 'nothing')}")
         *parts, page = received
         stack.callback(os.close, page)
-        return Met(parts, Board(page, rank, size), int(message["seed"]))
+        return Connected(parts, CallLog(page, rank, size), int(message["seed"]))
 
 
-def _reason(claim: Mapping[str, Any], message: Mapping[str, Any], known: Mapping[int, int]) -> str:
-    """Why a process is refused, or ""."""
+def _mismatch(claim: Mapping[str, Any], message: Mapping[str, Any], known: Mapping[int, int]) -> str:
+    """Returns the reason to refuse a process, or ""."""
     rank = message.get("rank")
     if message.get("bundle") != claim["bundle"]:
-        return f"rank {rank} has loaded another bundle than rank 0"
+        return f"rank {rank} loaded a different bundle than rank 0"
     if not isinstance(rank, int) or message.get("size") != claim["size"] or not 0 < rank < claim["size"]:
-        return f"a process says that it is rank {rank} of {message.get('size')}, the model has {claim['size']}"
-    return f"two processes say that they are rank {rank}" if rank in known else ""
+        return f"a process connected as rank {rank} of {message.get('size')}, but the model has {claim['size']} ranks"
+    return f"two processes connected as rank {rank}" if rank in known else ""
 
 
 def _listen(listener: socket.socket, path: str) -> None:
-    """Listens at a path, and removes a socket that a dead process left there."""
+    """Listens at a path. Replaces a socket that a dead process left there."""
     try:
         listener.bind(path)
     except OSError:
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(path) == 0:
-                raise CallError("ranks-unlike", f"{path}: another process waits there as rank 0") from None
+                raise CallError("ranks-unlike", f"{path}: another process already listens there as rank 0") from None
         _remove(path)
         try:
             listener.bind(path)
         except OSError as error:
-            raise ValueError(f"rendezvous={path!r}: no socket can be made there: {error.strerror or error}") from None
+            raise ValueError(f"rendezvous={path!r}: cannot create a socket there: {error.strerror or error}") from None
     listener.listen()
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    with suppress(OSError):  # of one that is gone the other side tells by the time that it takes
+    with suppress(OSError):  # if the receiver is gone, its process or this one reports a timeout
         socket.send_fds(connection, [json.dumps(message).encode()], list(descriptors))
 
 
-def _received(connection: socket.socket, clock: _Clock, missing: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
-    connection.settimeout(max(0.001, clock.left))
+def _receive(connection: socket.socket, deadline: _Deadline, missing: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
+    connection.settimeout(max(0.001, deadline.left))
     try:
-        data, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 16)
+        data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 16)
     except OSError:
         data = b""
     if not data:
-        raise clock.late(missing)
+        raise deadline.timeout_error(missing)
     try:
         message = json.loads(data)
     except ValueError:

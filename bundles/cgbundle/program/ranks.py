@@ -25,14 +25,14 @@ from ..validate.bundle import check_rank, check_ranks
 from .exchanging import (
     SECOND,
     ExchangingBackend,
-    begin_part,
-    check_room,
+    call_in_context,
+    check_occupancy,
+    connect_ranks,
     create_part,
+    initialize_part,
     map_part,
-    meet,
-    refused,
     reserve,
-    within,
+    unsupported,
 )  # fmt: skip
 
 
@@ -51,16 +51,16 @@ class RanksBackend(ExchangingBackend):
         self._others: list[CudaBackend] = []
         with ExitStack() as undo:
             self._ranks = contexts = _contexts(bundle, devices, context, undo)
-            outside = undo.enter_context(ExitStack())  # what outlives the backends: memory peer, events
+            cleanup = undo.enter_context(ExitStack())  # for memory peer and events, which outlive the backends
             with contexts[0]:
-                self._base = base = reserve(world, contexts[0], outside)
-                self._begin_statuses(contexts[0], outside)
+                self._peer_base = base = reserve(world, contexts[0], cleanup)
+                self._allocate_statuses(contexts[0], cleanup)
             for rank, peer in enumerate(contexts):
                 with peer:
-                    map_part(world, self._part(rank), create_part(world, peer, outside), contexts, outside)
-                    begin_part(world, self._part(rank), int(timeout * SECOND), peer.stream)
-            self._ready = _event(contexts[0], outside)
-            self._done = [_event(peer, outside) for peer in contexts[1:]]
+                    map_part(world, self._part_address(rank), create_part(world, peer, cleanup), contexts, cleanup)
+                    initialize_part(world, self._part_address(rank), int(timeout * SECOND), peer.stream)
+            self._ready = _event(contexts[0], cleanup)
+            self._done = [_event(peer, cleanup) for peer in contexts[1:]]
 
             options: Any = {"poison": poison, "lazy": False, "threads": threads, "peer": base}
 
@@ -81,8 +81,8 @@ class RanksBackend(ExchangingBackend):
             self._others = [future.result() for future in loading]
             for backend, opened_bundle, peer in zip((self, *self._others), (bundle, *others), contexts, strict=True):
                 with peer:
-                    check_room(backend, opened_bundle, [other.device for other in contexts].count(peer.device))
-            self._outside = undo.pop_all()
+                    check_occupancy(backend, opened_bundle, [other.device for other in contexts].count(peer.device))
+            self._peer_cleanup = undo.pop_all()
 
     # --- running ----------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class RanksBackend(ExchangingBackend):
         for number, other in enumerate(self._others):
             self._follow(number, other, program, addresses if device is None else None)
         results = super().run(program, addresses, device, stream)
-        self._note(0, stream)
+        self._copy_status(0, stream)
         if device is None:
             call("cuStreamSynchronize", stream)
             for other in self._others:
@@ -128,12 +128,12 @@ class RanksBackend(ExchangingBackend):
                     memory.copy(place.target, address, place.size, stream, source_on_device=False)
             for step in bound.steps:
                 step(stream)
-            self._note(number + 1, stream)
+            self._copy_status(number + 1, stream)
             call("cuEventRecord", self._done[number], stream)
 
         during(other, None, replay)
 
-    def _place(self, rank: int) -> str:
+    def _rank_name(self, rank: int) -> str:
         return f"rank {rank} on device {self._ranks[rank].index}"
 
     # --- what lasts from call to call -------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class RanksBackend(ExchangingBackend):
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
         """Stores the state of random numbers, equal on all ranks. Other state belongs to each rank."""
         if weight != self._manifest.random:
-            raise refused("state that is written from outside: each rank has its own")
+            raise unsupported("writing state other than random numbers, because each rank has its own")
         super().store(weight, address, device, stream)
         for other in self._others:
             during(other, None, partial(other.store, weight, address, device))
@@ -186,7 +186,7 @@ def _contexts(bundle: Archive, devices: Sequence[int], first: Context | None, cl
 def _event(context: Context, cleanup: ExitStack) -> Any:
     with context:
         event = call("cuEventCreate", EVENT_DISABLE_TIMING)
-    cleanup.callback(within, context, "cuEventDestroy", event)
+    cleanup.callback(call_in_context, context, "cuEventDestroy", event)
     return event
 
 
@@ -208,9 +208,9 @@ def open_ranks(
 
 class OneRankBackend(ExchangingBackend):
     """A rank's backend; each process makes the same calls in the same order. `bundle` is the rank's, `whole` rank 0's. The
-    processes connect at `rendezvous`, a path of this host, and wait for each other for `timeout` seconds, there and at every call;
+    processes connect at `rendezvous`, a path of this host. They wait for each other for `timeout` seconds, there and in every call;
     later all calls raise rank-timeout, or ranks-unlike if another rank made another call. `seed` is equal on all ranks. Raises as
-    `CudaBackend` and `rendezvous.meet`."""
+    `CudaBackend` and `connect_ranks`."""
 
     def __init__(
         self, bundle: Archive, whole: Archive, device: int, rendezvous: str, mode: str = "graph", *,
@@ -223,35 +223,37 @@ class OneRankBackend(ExchangingBackend):
             mine = context or Context(device)
             undo.callback(mine.release)
             check_device(bundle.manifest.target, mine)
-            outside = undo.enter_context(ExitStack())
+            cleanup = undo.enter_context(ExitStack())
             with mine:
-                self._base = reserve(world, mine, outside)
-                self._begin_statuses(mine, outside)
-                handle = create_part(world, mine, outside, shared=True)
-                map_part(world, self._part(world.rank), handle, [mine], outside)
-                begin_part(world, self._part(world.rank), int(timeout * SECOND), mine.stream)
+                self._peer_base = reserve(world, mine, cleanup)
+                self._allocate_statuses(mine, cleanup)
+                handle = create_part(world, mine, cleanup, shared=True)
+                map_part(world, self._part_address(world.rank), handle, [mine], cleanup)
+                initialize_part(world, self._part_address(world.rank), int(timeout * SECOND), mine.stream)
                 descriptor = int(call("cuMemExportToShareableHandle", handle, MEM_FILE_DESCRIPTOR, 0))
                 try:
                     digest = hashlib.sha256(whole.text).hexdigest()
-                    parts, self._board, self.seed = meet(rendezvous, world.rank, world.size, digest, descriptor, timeout)
+                    parts, self._call_log, self.seed = connect_ranks(
+                        rendezvous, world.rank, world.size, digest, descriptor, timeout
+                    )
                 finally:
                     os.close(descriptor)
-                outside.callback(self._board.close)
+                cleanup.callback(self._call_log.close)
                 try:
                     for rank, part in enumerate(parts):
                         if rank != world.rank:
                             handle = int(call("cuMemImportFromShareableHandle", part, MEM_FILE_DESCRIPTOR, detail="memory peer"))
-                            outside.callback(within, mine, "cuMemRelease", handle)
-                            map_part(world, self._part(rank), handle, [mine], outside)
+                            cleanup.callback(call_in_context, mine, "cuMemRelease", handle)
+                            map_part(world, self._part_address(rank), handle, [mine], cleanup)
                 finally:
                     for part in parts:
                         os.close(part)
             mine.retain()
-            CudaBackend.__init__(self, bundle, device, mode, context=mine, lazy=False, threads=threads, peer=self._base)
+            CudaBackend.__init__(self, bundle, device, mode, context=mine, lazy=False, threads=threads, peer=self._peer_base)
             undo.callback(CudaBackend.close, self)
             with mine:
-                check_room(self, bundle, 1)
-            self._outside = undo.pop_all()
+                check_occupancy(self, bundle, 1)
+            self._peer_cleanup = undo.pop_all()
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
         """Replays this rank. A different call of another rank, or a missing one, is raised after a call from the CPU, or at the
@@ -259,9 +261,9 @@ class OneRankBackend(ExchangingBackend):
         self._check()
         if device is None and caller_captures():
             return super().run(program, addresses, device, stream)  # which refuses it
-        self._board.call(program)
+        self._call_log.record(program)
         results = super().run(program, addresses, device, stream)
-        self._note(self._world.rank, stream)
+        self._copy_status(self._world.rank, stream)
         if device is None:
             call("cuStreamSynchronize", stream)
             self._check()
@@ -270,7 +272,7 @@ class OneRankBackend(ExchangingBackend):
     def _check(self) -> None:
         """Raises ranks-unlike or rank-timeout, and makes every later call raise it."""
         try:
-            self._board.check()
+            self._call_log.compare()
         except CallError as error:
             self._failed = error
             raise

@@ -281,7 +281,7 @@ def with_echo(choice_json: dict[str, Any], prompt: Sequence[int], language: Lang
     choice_json = choice_json | {"text": text + choice_json["text"]}
     if choice_json["logprobs"] is None:
         return choice_json
-    prompt_tokens, unknown = [language.one(token) for token in prompt], [None] * len(prompt)
+    prompt_tokens, unknown = [language.token_text(token) for token in prompt], [None] * len(prompt)
     rest = choice_json["logprobs"]
     logprobs = {
         "tokens": prompt_tokens + rest["tokens"], "token_logprobs": unknown + rest["token_logprobs"],
@@ -321,12 +321,12 @@ def finite(logprob: float) -> float:
 
 def logprobs_of(piece: Piece, language: Language) -> dict[str, Any]:
     """Returns a completion's log-probabilities as four lists; offsets are sums of the lengths of the tokens' texts."""
-    tokens = [language.one(token.id) for token in piece.tokens]
+    tokens = [language.token_text(token.id) for token in piece.tokens]
     offsets, offset = [], piece.offset
     for text in tokens:
         offsets.append(offset)
         offset += len(text)
-    best = [{language.one(other): finite(logprob) for other, logprob in token.alternatives} for token in piece.tokens]
+    best = [{language.token_text(other): finite(logprob) for other, logprob in token.alternatives} for token in piece.tokens]
     return {
         "tokens": tokens,
         "token_logprobs": [finite(token.logprob) for token in piece.tokens],
@@ -339,7 +339,7 @@ def chat_logprobs(piece: Piece, language: Language) -> dict[str, Any]:
     """Returns a chat completion's log-probabilities as a list of tokens."""
 
     def token_logprob(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": language.one(token), "logprob": finite(logprob), "bytes": language.bytes_of(token)}
+        return {"token": language.token_text(token), "logprob": finite(logprob), "bytes": language.bytes_of(token)}
 
     content = [
         token_logprob(token.id, token.logprob) | {"top_logprobs": [token_logprob(*other) for other in token.alternatives]}

@@ -47,7 +47,7 @@ class ServedModel:
         self.language, self.name, self.metrics, self.seconds = language, name, metrics, seconds
         self.engine = Engines(models, limit, self.metrics.watch)
         self.context = min(self.engine.limits.context, language.positions or self.engine.limits.context)
-        self.characters = self.context * language.longest
+        self.characters = self.context * language.longest_token
         self._created = int(time.time())
         self._grammars: Grammars | None = None
         self.adapters: Mapping[str, ServedAdapter] = {}  # replaced at every change, because a thread may read it

@@ -17,42 +17,47 @@ from ..restrictions.tools import tool_form
 if TYPE_CHECKING:
     from .chat import ChatTemplate
 
-CONTEXT = 6
-"""Earlier tokens that are decoded with a new one: some tokenizers write a token differently where a text begins."""
+PREFIX_TOKENS = 6
+"""Number of prompt tokens that are decoded before the first new token.  Some tokenizers decode a token differently at the beginning
+of a text."""
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""Decoding writes this character for bytes that are not a whole character."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """Decodes tokens incrementally in whole characters.  The results of `push` and `end` together are `decode` of all tokens after
-    the prompt."""
+    """Decodes tokens incrementally, and returns only whole characters.  The results of `push` and `end`, joined, are the text of
+    all tokens after the prompt."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
         self._decode = decode
-        self._ids = list(prompt[-CONTEXT:])
-        self._begin, self._told = 0, len(self._ids)  # the text between them was returned; both are character borders
+        self._ids = list(prompt[-PREFIX_TOKENS:])
+        self._begin, self._end = (
+            0,
+            len(self._ids),
+        )  # the text between them was returned; neither is inside a character
 
     def push(self, token: int) -> str:
-        """Returns the text that is certain now: "" if the token ends inside a character."""
+        """Returns the new text, or "" if the token ends inside a character."""
         self._ids.append(token)
         return self._new(end=False)
 
     def end(self) -> str:
-        """Returns the rest, including an incomplete character."""
+        """Returns the remaining text, including an incomplete character."""
         return self._new(end=True)
 
     def _new(self, *, end: bool) -> str:
-        returned, decoded = self._decode(self._ids[self._begin : self._told]), self._decode(self._ids[self._begin :])
-        if (decoded.endswith(BROKEN) and not end) or len(decoded) <= len(returned):
+        returned, decoded = self._decode(self._ids[self._begin : self._end]), self._decode(self._ids[self._begin :])
+        if (decoded.endswith(REPLACEMENT) and not end) or len(decoded) <= len(returned):
             return ""
-        self._begin, self._told = self._told, len(self._ids)
+        self._begin, self._end = self._end, len(self._ids)
         return decoded[len(returned) :]
 
 
 class StopStrings:
-    """Returns text up to the first stop string, independent of how the text is split into pieces."""
+    """Passes text on up to the first stop string.  The pieces in which the text arrives do not affect the result."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
@@ -60,7 +65,7 @@ class StopStrings:
         self.matched = False
 
     def push(self, text: str) -> str:
-        """Returns the text that is not in a stop string and cannot begin one.  Push no more when `matched` is set."""
+        """Returns the text that is not in a stop string and cannot begin one.  Do not call it again once `matched` is set."""
         self._tail += text
         positions = [position for position in (self._tail.find(string) for string in self._strings) if position >= 0]
         if positions:
@@ -82,37 +87,39 @@ class StopStrings:
 
 
 class Language:
-    """The text settings of a folder in the Hub's layout: tokenizer.json and, if they exist, tokenizer_config.json,
+    """The tokenizer and text settings of a folder in the Hub's layout: tokenizer.json and, if they exist, tokenizer_config.json,
     chat_template.jinja, generation_config.json and config.json."""
 
-    def __init__(self, folder: str | Path, before: Language | None = None) -> None:
-        """`before`: the Language of another version; its tokenizer is reused if it is the same, because tokenizers (0.23) never
-        frees its cache of words: 5 MB for each used tokenizer.  Raises ValueError without tokenizer.json, or for an invalid chat
-        template."""
-        place = Path(folder)
-        if not (place / "tokenizer.json").is_file():
+    def __init__(self, folder: str | Path, previous: Language | None = None) -> None:
+        """`previous`: the Language of another version.  If its tokenizer.json is equal, its tokenizer is reused: the package
+        tokenizers (0.23) never frees the 5 MB of a tokenizer's word cache.  Raises ValueError without tokenizer.json, or for an
+        invalid chat template."""
+        path = Path(folder)
+        if not (path / "tokenizer.json").is_file():
             raise ValueError(f"{folder}: no tokenizer.json")
-        file = (place / "tokenizer.json").read_bytes()
+        file = (path / "tokenizer.json").read_bytes()
         self.digest = hashlib.sha256(file).digest()
-        same = before is not None and before.digest == self.digest
-        self._tokenizer: Tokenizer = before._tokenizer if before is not None and same else Tokenizer.from_buffer(file)
+        same = previous is not None and previous.digest == self.digest
+        self._tokenizer: Tokenizer = previous._tokenizer if previous is not None and same else Tokenizer.from_buffer(file)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        settings, model, generation = [read(place / f"{name}.json") for name in ("tokenizer_config", "config", "generation_config")]
-        special = {name: named(value) for name, value in settings.items() if name.endswith("_token") and named(value)}
+        settings, model, generation = [read(path / f"{name}.json") for name in ("tokenizer_config", "config", "generation_config")]
+        special = {
+            name: special_token(value) for name, value in settings.items() if name.endswith("_token") and special_token(value)
+        }
         text = model.get("text_config", model)
         self.positions: int | None = text.get("max_position_embeddings")
         self.stop = self._stop_tokens(generation.get("eos_token_id", text.get("eos_token_id")), special.get("eos_token"))
-        self.sampling = defaults_of(generation)
+        self.sampling = sampling_defaults(generation)
         """Default sampling from generation_config.json, by the fields of Sampling."""
         self.pad = self._tokenizer.token_to_id(special.get("pad_token", "")) or 0
-        self.labels = labels_of(model)
-        """The classes of a classifier from config.json, else ()."""
+        self.labels = class_labels(model)
+        """The class labels of a classifier from config.json, else ()."""
         self.size = self._tokenizer.get_vocab_size()
-        self.longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        """Maximum characters of a token in the vocabulary's spelling; its text is not longer."""
-        template_file = place / "chat_template.jinja"
-        template = template_file.read_text("utf-8") if template_file.is_file() else chosen(settings.get("chat_template"))
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        """Length in characters of the longest vocabulary entry.  The text of a token is not longer than its entry."""
+        template_file = path / "chat_template.jinja"
+        template = template_file.read_text("utf-8") if template_file.is_file() else default_template(settings.get("chat_template"))
         self.chat: ChatTemplate | None = None
         if template:
             from .chat import ChatTemplate  # only chats need Jinja
@@ -134,7 +141,7 @@ class Language:
         source: str = self._tokenizer.to_str()
         return source
 
-    def encoded(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+    def encode(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Returns tokens and type ids of texts or pairs, with the tokenizer's special tokens."""
         return [(encoding.ids, encoding.type_ids) for encoding in self._tokenizer.encode_batch(list(texts))]
 
@@ -142,15 +149,15 @@ class Language:
         """Returns the text of tokens, without special tokens."""
         return self._tokenizer.decode(list(tokens))
 
-    def one(self, token: int) -> str:
-        """Returns the text of a single token, special or not; the vocabulary's spelling if it is a part of a character."""
+    def token_text(self, token: int) -> str:
+        """Returns the text of a single token, special or not.  For a part of a character, returns its vocabulary entry."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
-        return self._tokenizer.id_to_token(token) or text if BROKEN in text else text
+        return self._tokenizer.id_to_token(token) or text if REPLACEMENT in text else text
 
     def bytes_of(self, token: int) -> list[int] | None:
-        """Returns the bytes of a token's text, None if it is a part of a character."""
+        """Returns the bytes of a token's text, or None for a part of a character."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
-        return None if BROKEN in text else list(text.encode())
+        return None if REPLACEMENT in text else list(text.encode())
 
     def _stop_tokens(self, ids: int | list[int] | None, name: str | None) -> tuple[int, ...]:
         tokens = [] if ids is None else [ids] if isinstance(ids, int) else ids
@@ -164,8 +171,8 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
-def defaults_of(generation: dict[str, Any]) -> dict[str, float]:
-    """Returns the sampling of a generation_config.json, and ignores values that are not numbers."""
+def sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """Returns the sampling parameters of a generation_config.json.  Ignores values that are not numbers."""
     names = {
         "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty",
     }  # fmt: skip
@@ -175,21 +182,21 @@ def defaults_of(generation: dict[str, Any]) -> dict[str, float]:
     return {"temperature": 0.0, **sampling} if generation.get("do_sample") is False and not sampling else sampling
 
 
-def labels_of(config: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the classes of a config.json, in order."""
+def class_labels(config: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the class labels of a config.json, in order, or () if the model is not a classifier."""
     if not any(str(architecture).endswith("ForSequenceClassification") for architecture in config.get("architectures") or ()):
         return ()
     labels = config.get("id2label") or {str(number): f"LABEL_{number}" for number in range(config.get("num_labels", 2))}
     return tuple([str(labels[number]) for number in sorted(labels, key=int)])
 
 
-def named(value: Any) -> str:
-    """Returns a token of tokenizer_config.json, where it is a string or an object."""
+def special_token(value: Any) -> str:
+    """Returns the text of a special token in tokenizer_config.json.  `value`: a string, or an object with `content`."""
     return value.get("content", "") if isinstance(value, dict) else value if isinstance(value, str) else ""
 
 
-def chosen(template: Any) -> str:
-    """Returns the template of tokenizer_config.json; `default` if it lists several."""
+def default_template(template: Any) -> str:
+    """Returns the chat template of tokenizer_config.json.  If it lists several, returns the one named `default`."""
     if isinstance(template, list):
         return next((entry["template"] for entry in template if entry.get("name") == "default"), "")
     return template or ""

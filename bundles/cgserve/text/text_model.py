@@ -101,14 +101,14 @@ class TextModel:
 
     def encoded(self, texts: Sequence[str] | Sequence[tuple[str, str]], *, field: str, truncate: bool) -> list[Encoded]:
         """Returns the tokens of texts or pairs.  `truncate` cuts them to the longest recorded length, else Refusal is raised."""
-        longest = self.context * self.language.longest
+        longest = self.context * self.language.longest_token
         for text in texts:
             characters = len(text) if isinstance(text, str) else sum(map(len, text))
             if characters > longest and not truncate:
                 raise self._too_long(field, f"{characters} characters")
         if truncate:
             texts = [text[:longest] if isinstance(text, str) else (text[0][:longest], text[1][:longest]) for text in texts]  # type: ignore[assignment]
-        return [self.fitting(Encoded.of(*encoding), field=field, truncate=truncate) for encoding in self.language.encoded(texts)]
+        return [self.fitting(Encoded.of(*encoding), field=field, truncate=truncate) for encoding in self.language.encode(texts)]
 
     def check_room(self, texts: int) -> None:
         """Raises Busy before any work if there is no room for a request with `texts` texts."""

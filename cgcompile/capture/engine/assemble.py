@@ -58,7 +58,7 @@ def assemble_engine(one: EngineTake, other: EngineTake, *, own_memory: bool) -> 
     tables, offsets, end = place_tables(a, b, takes.paired.pairing, sorted(pointed), 0)
     for reason in _unnamed(a, takes, set(offsets)):
         raise ModelError("memory-unnamed", reason)
-    used = list(dict.fromkeys(i for classified in takes.graphs for i in classified.used()))
+    used = list(dict.fromkeys(i for classified in takes.graphs for i in classified.used_ranges()))
     _check_apart(a, b, takes.paired, used)
     _check_pointers(one, other, takes.paired, used, own_memory=own_memory)
     placement = place(a, used, offsets, ())

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 def read_engine(log: EngineImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph], tensors: Mapping[str, torch.Tensor]) -> EngineTake:
     """Reads the graphs and tensors of this process.  Raises graph-refused, tensor-refused, dtype-unsupported, and what `walk`,
-    `EngineImageLog.modules` and `kept_variables` do."""
+    `EngineImageLog.modules` and `find_module_state` do."""
     from ..worker.driver import check, driver, inspect_pointer, read_device
     from ..worker.graph_nodes import walk
-    from ..worker.module_state import kept_variables
+    from ..worker.module_state import find_module_state
 
     raw = {key: _raw_graph(key, graph) for key, graph in _checked(graphs).items()}
     torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def read_engine(log: EngineImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph],
         used |= graph_images
         outputs = () if position else tuple(pooled)
         read.append(RawGraph(key=(position,), nodes=nodes, edges=edges, inputs=(), outputs=outputs, name=name))
-    states = kept_variables(used, {image: cubin(image) for image in used}, addresses)
+    states = find_module_state(used, {image: cubin(image) for image in used}, addresses)
     scanned = [number for number, piece in enumerate(memory.ranges) if piece.kind in ("inputs", "pool")]
     pointers = pointer_words(addresses, scanned, memory.segments)
     take = Take(

@@ -40,7 +40,7 @@ from .cupti import ImageLog
 from .driver import check, driver, inspect_pointer, read_device
 from .graph_nodes import walk_steps
 from .loaded_program import Captured, LoadedProgram, capture, fill_cache, load_program, settle, wake
-from .module_state import kept_variables
+from .module_state import find_module_state
 from .regions import capture_regions, eager_regions, open_regions, replay_regions, warm_up_regions
 from .steps import graphs as graphs_of
 from .steps import replay
@@ -58,7 +58,7 @@ def fill_compile_cache(request: Request, loaded: LoadedProgram, tell: Tell) -> N
 
 
 def record(request: Request, loaded: LoadedProgram, log: ImageLog, tell: Tell) -> Take:
-    """Captures every key, reads the graphs, and replays the self-test.  Raises what `capture`, `walk`, `kept_variables` and
+    """Captures every key, reads the graphs, and replays the self-test.  Raises what `capture`, `walk`, `find_module_state` and
     `_examine` do."""
     captured_of = capture_regions if request.placements else lambda *arguments: (capture(*arguments),)
     captured: list[Captured] = []
@@ -85,7 +85,7 @@ def record(request: Request, loaded: LoadedProgram, log: ImageLog, tell: Tell) -
         used |= graph_images
         sides = [tuple(_value(t, item, addresses) for t in tensors) for tensors in (item.inputs, item.outputs)]
         graphs.append(RawGraph(key=item.key, region=item.region, nodes=nodes, edges=edges, inputs=sides[0], outputs=sides[1]))
-    states = kept_variables(used, {image: cubin(image) for image in used}, addresses)
+    states = find_module_state(used, {image: cubin(image) for image in used}, addresses)
     ranges = _filled(addresses, graphs, states)
     tell("replaying")
     mutated = loaded.mutated()

@@ -129,8 +129,8 @@ def _compiled(
         from ...transforms.inductor_passes import mended, passes, unchecked_puts
         from .compilations import LIBTORCH, OwnFunctions, side_by_side, unnamed_machine, unprobed
         from .complex_numbers import complex_decompositions
-        from .dispatch import dispatched
-        from .loops import any_number_of_threads, failures_leave_loops, stored_before_reshapes
+        from .dispatch import fallbacks_through_dispatcher
+        from .loops import exceptions_after_loops, materialized_before_reshapes, threads_read_at_run_time
 
     if not hasattr(torch._inductor, "aot_compile"):
         raise BuildError(
@@ -163,7 +163,13 @@ def _compiled(
         functions = OwnFunctions(object_file=begun.functions, required=standalone is not None)
     compilers = ask_compilers(str(wrapped.path), level)
     compiled = (_private_cache(work / "cache"), unnamed_machine(), _watched(work, tell), unprobed(compilers))
-    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
+    generated = (
+        fallbacks_through_dispatcher(),
+        complex_decompositions(),
+        threads_read_at_run_time(),
+        exceptions_after_loops(),
+        materialized_before_reshapes(),
+    )
     with ExitStack() as stack:
         shims = begun.operators or begun_object(operators, level, stack) if called_operators else None
         parallel = side_by_side(begun.interface, functions, shims)

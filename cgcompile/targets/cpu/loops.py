@@ -1,23 +1,26 @@
-"""Patches of the loops that Inductor generates: their threads, exceptions of index checks inside them, and reshapes.
+"""Patches Inductor's C++ loops in three ways: number of threads, exceptions of index checks, and reshapes.
 
-Inductor (torch 2.13) writes plain `omp parallel` if it compiles for all processors, but allocates the partial results of a parallel
-reduction for its own number of threads.  On a machine with more threads the code writes past them, and parts of a sum are lost.
-torch 2.11 fixes the number.  `cpp.dynamic_threads` reads the number at run time, but makes every loop parallel.  For a few
-elements, starting threads takes longer than the loop.  So the option is off while Inductor decides which loops are worth threads.
+Threads: for all processors, Inductor (torch 2.13) writes `omp parallel` without a number of threads.  But it allocates the
+partial results of a parallel reduction for the number of threads of the build.  On a machine with more threads the code writes
+past their end, and parts of a sum are lost.  torch 2.11 writes a fixed number of threads.  With the option
+`cpp.dynamic_threads`, the code reads the number at run time, but then Inductor makes every loop parallel.  For a few elements,
+starting threads takes longer than the loop.  So the option is off while Inductor decides which loops to make parallel.
 
-Generated code throws if an index is out of range.  An exception that leaves an OpenMP loop ends the process ("terminate called
-after throwing an instance of 'c10::Error'", seen with torch 2.11 and 2.13).  So the body of a loop that may throw stores the first
-exception, and the function rethrows it after its loops.  Loops without checks are unchanged.
+Exceptions: generated code throws if an index is out of range.  An exception that leaves an OpenMP loop ends the process
+("terminate called after throwing an instance of 'c10::Error'", seen with torch 2.11 and 2.13).  So the patch adds a try block
+to a loop body that may throw.  It stores the first exception, and the function rethrows it after its loops.  Loops without
+checks are unchanged.
 
-Where eager PyTorch copies a tensor that cannot be viewed, Inductor computes the copy inside its reader.  The reshape turns the
-reader's indices into indices of the copy.  A reshape across axes, such as (32, 16) of (16, 32), makes each index a quotient and a
-remainder of all of them.  Two of them around a slice, as in shifted relative positions, with a symbolic size, give terms of 250
-operations.  sympy needs seconds for each (Funnel, torch 2.13: no end after 15 minutes), and the loop would compute one for every
-element.  So the operand of such a reshape is stored first, and the reshape is a view of it.
+Reshapes: eager PyTorch copies a tensor that cannot be viewed in the new shape.  Inductor instead fuses the copy into the
+operation that reads it, and converts the indices.  For a reshape across axes, such as (16, 32) to (32, 16), every new index is
+a quotient or a remainder of all old ones.  Shifted relative positions have two such reshapes around a slice.  With a symbolic
+size, their index expressions have 250 operations.  sympy needs seconds for each (Funnel, torch 2.13: not finished after 15
+minutes), and the loop would compute one for every element.  So the patch materializes the operand of such a reshape.  The
+reshape is then a view of it.
 
-Private in torch (2.11, 2.13): the option, and `decide_parallel_depth` of the classes below; `CppKernel.gen_body` and
-`.assert_function`, `KernelGroup.codegen_group`, and `BracesBuffer`; `View.create` and `View.resolve_negative_size`, `StorageBox`,
-`Pointwise` of torch._inductor.ir.
+Private interfaces (torch 2.11, 2.13): the option `cpp.dynamic_threads`; `decide_parallel_depth` of DEPTH_CLASSES;
+`CppKernel.gen_body` and `.assert_function`, `KernelGroup.codegen_group`, and `BracesBuffer`; `View.create` and
+`View.resolve_negative_size`, `StorageBox`, `Pointwise` of torch._inductor.ir.
 """
 
 from __future__ import annotations
@@ -36,43 +39,43 @@ from torch._inductor.codegen import cpp
 
 from ...errors import BuildError
 
-OPTION = "cpp.dynamic_threads"
+THREADS_OPTION = "cpp.dynamic_threads"
 
-DECIDING = ("CppKernel", "OuterLoopFusedKernel")
+DEPTH_CLASSES = ("CppKernel", "OuterLoopFusedKernel")
 """Classes of torch._inductor.codegen.cpp that define `decide_parallel_depth`."""
 
 
 @contextmanager
-def any_number_of_threads() -> Iterator[None]:
-    """Makes the code that Inductor generates while active run on any number of threads.  Raises torch-unsupported."""
+def threads_read_at_run_time() -> Iterator[None]:
+    """While active, makes Inductor generate code that runs correctly on any number of threads.  Raises torch-unsupported."""
     with ExitStack() as stack:
-        for name in DECIDING:
+        for name in DEPTH_CLASSES:
             owner = getattr(cpp, name, None)
-            if owner is None or "decide_parallel_depth" not in vars(owner) or OPTION not in config.get_config_copy():
+            if owner is None or "decide_parallel_depth" not in vars(owner) or THREADS_OPTION not in config.get_config_copy():
                 raise BuildError(
                     "torch-unsupported",
-                    f"torch {torch.__version__}: Inductor has no {name}.decide_parallel_depth, or no option {OPTION}; "
+                    f"torch {torch.__version__}: Inductor has no {name}.decide_parallel_depth, or no option {THREADS_OPTION}; "
                     "cgcompile was tested with 2.11 and 2.13",
                 )
-            stack.enter_context(patch.object(owner, "decide_parallel_depth", _unforced(owner.decide_parallel_depth)))
-        stack.enter_context(config.patch({OPTION: True}))
+            stack.enter_context(patch.object(owner, "decide_parallel_depth", _without_option(owner.decide_parallel_depth)))
+        stack.enter_context(config.patch({THREADS_OPTION: True}))
         yield
 
 
-def _unforced(decide: Callable[..., Any]) -> Callable[..., Any]:
+def _without_option(decide: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(decide)
-    def decided(*arguments: Any) -> Any:
-        with config.patch({OPTION: False}):
+    def decide_parallel_depth(*arguments: Any) -> Any:
+        with config.patch({THREADS_OPTION: False}):
             return decide(*arguments)
 
-    return decided
+    return decide_parallel_depth
 
 
-FAILING = (("CppKernel", "gen_body"), ("KernelGroup", "codegen_group"))
-"""Methods of torch._inductor.codegen.cpp that generate a loop body, which may throw, and the function around it."""
+PATCHED_METHODS = (("CppKernel", "gen_body"), ("KernelGroup", "codegen_group"))
+"""Methods of torch._inductor.codegen.cpp: the first generates a loop body, the second the function that contains the loops."""
 
-KEPT = "cgcompile_failure"
-"""The variable of a generated function that stores an exception."""
+FAILURE = "cgcompile_failure"
+"""Name of the C++ variable that stores the first exception of a function's loops."""
 
 DEFINITION = """\
 #ifndef CGCOMPILE_FAILURE
@@ -95,22 +98,22 @@ struct CgcompileFailure {
 
 
 @contextmanager
-def failures_leave_loops() -> Iterator[None]:
-    """Makes the code that Inductor generates for the CPU while active throw only outside its loops.  Raises torch-unsupported."""
-    for name, method in FAILING:
+def exceptions_after_loops() -> Iterator[None]:
+    """While active, makes Inductor generate CPU code that throws after its loops, not inside them.  Raises torch-unsupported."""
+    for name, method in PATCHED_METHODS:
         if method not in vars(getattr(cpp, name, object)) or not hasattr(cpp, "BracesBuffer"):
             raise BuildError(
                 "torch-unsupported",
                 f"torch {torch.__version__}: Inductor has no {name}.{method}; cgcompile was tested with 2.11 and 2.13",
             )
     with (
-        patch.object(cpp.CppKernel, "gen_body", _keeping(cpp.CppKernel.gen_body)),
-        patch.object(cpp.KernelGroup, "codegen_group", _passing_on(cpp.KernelGroup.codegen_group)),
+        patch.object(cpp.CppKernel, "gen_body", _catching(cpp.CppKernel.gen_body)),
+        patch.object(cpp.KernelGroup, "codegen_group", _rethrowing(cpp.KernelGroup.codegen_group)),
     ):
         yield
 
 
-def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _catching(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def gen_body(kernel: Any, *args: Any) -> Any:
         body = plain(kernel, *args)
@@ -123,68 +126,69 @@ def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
             guarded.splice(body)
         guarded.writeline("catch (...)")
         with guarded.indent():
-            guarded.writeline(f"{KEPT}.keep();")
+            guarded.writeline(f"{FAILURE}.keep();")
         return guarded
 
     return gen_body
 
 
-def _passing_on(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _rethrowing(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def codegen_group(*args: Any, **named: Any) -> Any:
         text = plain(*args, **named)
-        return passing_on(text) if KEPT in text else text
+        return with_rethrow(text) if FAILURE in text else text
 
     return codegen_group
 
 
-def passing_on(text: str) -> str:
-    """Returns the source of a function whose loops store exceptions, with the variable at its start and the rethrow at its end."""
+def with_rethrow(text: str) -> str:
+    """Adds the variable for the exception to the beginning of a C++ function, and the rethrow to its end.  Returns the source."""
     begin = text.index('extern "C"')
     body, end = text.index("{", begin) + 1, text.rindex("}")
     return (
-        f"{text[:begin]}{DEFINITION}{text[begin:body]}\n    CgcompileFailure {KEPT};"
-        f"{text[body:end]}    {KEPT}.pass_on();\n{text[end:]}"
+        f"{text[:begin]}{DEFINITION}{text[begin:body]}\n    CgcompileFailure {FAILURE};"
+        f"{text[body:end]}    {FAILURE}.pass_on();\n{text[end:]}"
     )
 
 
 @contextmanager
-def stored_before_reshapes() -> Iterator[None]:
-    """Makes Inductor store the operand of a reshape across axes while active.  Raises torch-unsupported."""
+def materialized_before_reshapes() -> Iterator[None]:
+    """While active, makes Inductor materialize the operand of a reshape across axes.  Raises torch-unsupported."""
     view = getattr(ir, "View", None)
     if not {"create", "resolve_negative_size"} <= set(dir(view)) or not hasattr(ir, "StorageBox") or not hasattr(ir, "Pointwise"):
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__}: Inductor has no View.create; cgcompile was tested with 2.11 and 2.13"
         )
-    with patch.object(ir.View, "create", _storing(ir.View.create)):
+    with patch.object(ir.View, "create", _materializing(ir.View.create)):
         yield
 
 
-def _storing(create: Callable[..., Any]) -> Callable[..., Any]:
-    def created(x: Any, new_size: Sequence[Any]) -> Any:
+def _materializing(create: Callable[..., Any]) -> Callable[..., Any]:
+    def create_view(x: Any, new_size: Sequence[Any]) -> Any:
         computed = isinstance(x, ir.StorageBox) and isinstance(x.data, ir.Pointwise)
-        if computed and across(*ir.View.resolve_negative_size(x.get_size(), new_size)):
+        if computed and crosses_axes(*ir.View.resolve_negative_size(x.get_size(), new_size)):
             x.realize()
         return create(x, new_size)
 
-    return created
+    return create_view
 
 
-def across(old: Sequence[Any], new: Sequence[Any]) -> bool:
-    """Whether a reshape from `old` to `new` sizes, numbers or symbols, goes across axes: some axes are neither merged nor split.
-    Then both shapes have axis boundaries between two common boundaries."""
-    ends, others = _ends(old), _ends(new)
-    common = set(ends) & set(others)
-    return any(one and other for one, other in zip(_between(ends, common), _between(others, common), strict=True))
+def crosses_axes(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    """Whether a reshape from `old` to `new` sizes (numbers or symbols) does more than merge axes and split axes.  If so, both
+    shapes have axis boundaries between the same two common boundaries."""
+    old_ends, new_ends = _boundaries(old), _boundaries(new)
+    common = set(old_ends) & set(new_ends)
+    counts = zip(_counts_between(old_ends, common), _counts_between(new_ends, common), strict=True)
+    return any(old_count and new_count for old_count, new_count in counts)
 
 
-def _ends(sizes: Sequence[Any]) -> list[Any]:
-    """Returns the axis boundaries as numbers of elements, from the last axis on, each once."""
+def _boundaries(sizes: Sequence[Any]) -> list[Any]:
+    """Returns the distinct axis boundaries, from the last axis on.  A boundary is the number of elements in the axes after it."""
     return list(dict.fromkeys(accumulate(reversed(sizes), operator.mul)))
 
 
-def _between(ends: Sequence[Any], common: set[Any]) -> list[int]:
-    """Returns how many boundaries are before, between and after the common ones."""
+def _counts_between(ends: Sequence[Any], common: set[Any]) -> list[int]:
+    """Returns the number of boundaries before the first common one, between each two, and after the last."""
     counts = [0]
     for end in ends:
         if end in common:

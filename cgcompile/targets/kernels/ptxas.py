@@ -11,8 +11,8 @@ from pathlib import Path
 from ...errors import BuildError
 from ..requirements import EXTRA
 
-BLACKWELL = 100
-"""From this capability on Triton uses another ptxas (triton/backends/nvidia/compiler.py, 3.6 and 3.7)."""
+FIRST_BLACKWELL = 100
+"""Compute capability from which on Triton uses `ptxas-blackwell` (triton/backends/nvidia/compiler.py, 3.6 and 3.7)."""
 
 
 def assemble(ptx: str, capability: int) -> bytes:
@@ -28,13 +28,13 @@ def assemble(ptx: str, capability: int) -> bytes:
 
 
 def lowest_driver(capability: int) -> int:
-    """Returns the lowest driver version (12000 = 12.0) for cubins of a capability (90 for sm_90): the major version of ptxas.  A
-    cubin runs on all drivers of its major version (CUDA minor version compatibility).  Raises extra-missing, kernel-failed."""
+    """Returns the lowest driver version (12000 = 12.0) that runs cubins of a capability (90 for sm_90).  A cubin runs on all
+    drivers of the major version of its ptxas (CUDA minor version compatibility).  Raises extra-missing, kernel-failed."""
     result = subprocess.run([_ptxas(capability), "--version"], capture_output=True, text=True, check=False)
     release = re.search(r"release (\d+)\.", result.stdout)
     if release is None or result.returncode:
         output = " ".join((result.stdout + result.stderr).split())
-        raise BuildError("kernel-failed", f"ptxas --version says no version: {output[:80]}", "install triton again")
+        raise BuildError("kernel-failed", f"ptxas --version printed no version: {output[:80]}", "install triton again")
     return int(release[1]) * 1000
 
 
@@ -42,10 +42,10 @@ def _ptxas(capability: int) -> Path:
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         raise BuildError("extra-missing", "building for a GPU needs triton, which is not installed", EXTRA)
-    name = "ptxas-blackwell" if capability >= BLACKWELL else "ptxas"
+    name = "ptxas-blackwell" if capability >= FIRST_BLACKWELL else "ptxas"
     path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
     if not path.exists():
         raise BuildError(
-            "kernel-failed", f"triton has no {name} at {path}", "install the version of Triton that your torch requires"
+            "kernel-failed", f"the package triton has no {name} at {path}", "install the version of Triton that your torch requires"
         )
     return path

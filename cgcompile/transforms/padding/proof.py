@@ -143,7 +143,7 @@ def _partial(prepared: Prepared, memory: str) -> str:
     specs = {"inputs": prepared.signature.inputs, "outputs": prepared.signature.outputs}[memory]
     for alias in prepared.aliases:
         spec = prepared.signature.outputs[alias.output]
-        moved = any(view.offset or view.strides != view.base for view in alias.views.values())
+        moved = any(view.offset or view.strides != view.base_strides for view in alias.views.values())
         if alias.memory == memory and (moved or spec.shape != specs[alias.index].shape):
             return spec.name
     return ""

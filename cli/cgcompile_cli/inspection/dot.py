@@ -13,17 +13,18 @@ from .program_text import axes, memory
 if TYPE_CHECKING:
     from cgbundle.format.schema import Manifest, Program
 
-LOOKS = {
+NODE_ATTRIBUTES = {
     "kernel": "shape=box", "memset": "shape=note", "memcpy": "shape=box, style=rounded", "empty": "shape=point",
     "conditional": "shape=diamond",
     "copy": "shape=box, style=rounded", "host": "shape=box3d",
 }  # fmt: skip
-LINE = 60
-"""Characters of a line in a label."""
+LABEL_WIDTH = 120
+"""Maximum characters of a line in a label."""
 
 
 def dot(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRow]]) -> str:
-    """Returns the digraph: a cluster per graph step, a node per node, copy and host region, the edges, and the order of steps."""
+    """Returns the digraph.  Every graph step is a cluster of its nodes; a copy or host step is a node.  Dashed edges order the
+    steps."""
     return "\n".join(["digraph {", *(f"  {line}" for line in _lines(manifest, program, steps)), "}", ""])
 
 
@@ -35,16 +36,16 @@ def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRo
         step = program.steps[index]
         if step.kind != "graph":
             (node,) = nodes
-            yield _box(node, f"step {index}")
+            yield _node_line(node, f"step {index}")
         else:
             title = f"step {index}, graph {manifest.regions[step.region].name}"
             yield f"subgraph cluster_{index} {{"
             yield f"  label={quoted(title)}; style=rounded; color=gray;"
             for node in nodes:
-                yield "  " + _box(node, str(node.number))
+                yield "  " + _node_line(node, str(node.number))
             yield "}"
         first = [_name(node) for node in nodes if not node.after and not node.depth]
-        if len(last) * len(first) > 1:  # a point between them avoids an edge for every pair
+        if len(last) * len(first) > 1:  # a point node avoids an edge for every pair
             yield f"s{index} [shape=point, width=0.05];"
             yield from [f"{node_name} -> s{index} [style=dashed];" for node_name in last]
             yield from [f"s{index} -> {node_name} [style=dashed];" for node_name in first]
@@ -55,29 +56,29 @@ def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRo
                 style = ' [label="early"]' if source in node.early else ""
                 yield f"n{index}_{source} -> {_name(node)}{style};"
         for node in nodes:
-            for body, word in zip(node.bodies, _words(node), strict=True):
+            for body, label in zip(node.bodies, _body_labels(node), strict=True):
                 heads = [_name(node) for node in nodes if node.body == body and not node.after]
-                yield from [f"{_name(node)} -> {head} [style=dotted, label={word}];" for head in heads]
-        leads = {source for node in nodes for source in node.after}
-        last = [_name(node) for node in nodes if node.number not in leads and not node.depth] or last
+                yield from [f"{_name(node)} -> {head} [style=dotted, label={label}];" for head in heads]
+        sources = {source for node in nodes for source in node.after}
+        last = [_name(node) for node in nodes if node.number not in sources and not node.depth] or last
 
 
-def _words(node: NodeRow) -> tuple[str, ...]:
-    """Returns the edge labels to each body of a conditional node."""
+def _body_labels(node: NodeRow) -> tuple[str, ...]:
+    """Returns the labels of the edges from a conditional node to its bodies."""
     if node.what.startswith("switch"):
         return tuple(map(str, range(len(node.bodies))))
-    return ("turn",) if node.what.startswith("while") else ("true", "false")[: len(node.bodies)]
+    return ("iteration",) if node.what.startswith("while") else ("true", "false")[: len(node.bodies)]
 
 
 def _name(node: NodeRow) -> str:
     return f"n{node.step}_{node.number}"
 
 
-def _box(node: NodeRow, head: str) -> str:
+def _node_line(node: NodeRow, head: str) -> str:
     size = f"grid {axes(node.grid)}  block {axes(node.block)}" if node.grid else ""
     lines = [line for line in (f"{head}  {node.what}", size, *memory(node).split("; ")) if line]
-    label = "\\l".join([_escaped(line if len(line) <= 2 * LINE else f"{line[: 2 * LINE]}...") for line in lines]) + "\\l"
-    return f'{_name(node)} [{LOOKS[node.kind]}, label="{label}", tooltip={quoted(node.what)}];'
+    label = "\\l".join([_escaped(line if len(line) <= LABEL_WIDTH else f"{line[:LABEL_WIDTH]}...") for line in lines]) + "\\l"
+    return f'{_name(node)} [{NODE_ATTRIBUTES[node.kind]}, label="{label}", tooltip={quoted(node.what)}];'
 
 
 def quoted(text: str) -> str:

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from cgbundle.format.schema import EntrySpec, Finding, Manifest
 
 GENERATOR = "cgcompile inspect"
-"""The generator in the page's header: `page.file` replaces no other files."""
+"""The generator in the page's header.  `page.file` overwrites a file only if it has this generator."""
 
 OPENING = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="{GENERATOR}">\n'
 
-WEIGHTS = 400
-"""Maximum rows of the list of weights, which begins with the largest."""
+MOST_WEIGHTS = 400
+"""Maximum rows of the list of weights.  The largest weights come first."""
 
 
 def page(path: str, manifest: Manifest) -> str:
@@ -44,8 +44,8 @@ def page(path: str, manifest: Manifest) -> str:
     rows = kernels(path, manifest)
     sections: list[tuple[str, str, Iterable[object]]] = [
         section
-        for entry, of_entry in zip(manifest.entries, steps, strict=True)
-        for section in _entry(path, manifest, entry, of_entry)
+        for entry, entry_steps in zip(manifest.entries, steps, strict=True)
+        for section in _entry(path, manifest, entry, entry_steps)
     ]
     sections += [
         *([("kernels", "Kernels", pageparts.kernel_rows(rows))] if rows else []),
@@ -66,7 +66,7 @@ def page(path: str, manifest: Manifest) -> str:
         tag("title", f"{manifest.name} - cgcompile bundle"),
         Html(f"<style>{style}</style>"),
     ]
-    top = _header(manifest, [nodes for of_entry in steps for nodes in of_entry])
+    top = _header(manifest, [nodes for entry_steps in steps for nodes in entry_steps])
     lines = [*head, "</head>", "<body>", top, nav, tag("main", *body), _footer(manifest)]
     return OPENING + "\n".join(lines) + f"\n<script>{script}</script>\n</body>\n</html>\n"
 
@@ -79,7 +79,7 @@ def _entry(
     suffix, title_suffix = (f"-{entry.name}", f" of {entry.name}") if len(manifest.entries) > 1 else ("", "")
     sections: list[tuple[str, str, Iterable[object]]] = [
         ("signature", "Signature", _signature(path, manifest, entry)),
-        ("regions", "Regions", pageparts.chains(manifest, entry, steps)),
+        ("regions", "Regions", pageparts.step_boxes(manifest, entry, steps)),
         ("findings", "Findings", _findings(manifest, entry)),
         ("sizes", "Sizes", _sizes(manifest, entry)),
         ("memory", "Memory", pageparts.memory(manifest, entry, steps, maps)),
@@ -96,7 +96,7 @@ def _resource(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Returns the policy: only the page's own style and script, by SHA-256."""
+    """Returns the content security policy, which allows only this style and this script, by their SHA-256."""
     sums = [base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in (style, script)]
     return f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'sha256-{sums[0]}'; script-src 'sha256-{sums[1]}'"
 
@@ -111,9 +111,9 @@ def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) ->
         ("on disk", size(manifest_text.bundle_bytes(manifest))),
         ("weights", size(memories.get("weights", 0))),
         *([("state", size(memories["state"]))] if memories.get("state") else []),
-        *([("arena, of all sizes", size(memories["arena"]))] if memories.get("arena") else []),
+        *([("arena, shared by all sizes", size(memories["arena"]))] if memories.get("arena") else []),
         *([("kernel images", size(memories["code"]))] if memories.get("code") else []),
-        *([("nodes, at most", most)] if most else []),
+        *([("nodes of the largest int_key", most)] if most else []),
         ("findings" + (f": {', '.join(dict.fromkeys(severities))}" if severities else ""), len(severities)),
     ]
     cards = [tag("li", tag("b", value), tag("small", name)) for name, value in facts]
@@ -142,7 +142,7 @@ def _sizes(manifest: Manifest, entry: EntrySpec) -> Iterator[Html]:
 
 def _findings(manifest: Manifest, entry: EntrySpec) -> Iterator[Html]:
     if not (entry.findings or manifest.allowed):
-        yield tag("p", "None, and nothing was allowed.")
+        yield tag("p", "No findings, and none was allowed.")
     yield from map(_finding, entry.findings)
     if manifest.allowed:
         yield tag("p", f"Allowed: {', '.join(manifest.allowed)}.")
@@ -168,7 +168,7 @@ def _weights(manifest: Manifest) -> Iterator[Html]:
     sized = sorted(
         ((nbytes(weight.dtype, weight.shape), weight) for weight in manifest.weights), key=lambda row: (-row[0], row[1].name)
     )
-    shown, hidden = shortened(sized, WEIGHTS)
+    shown, hidden = shortened(sized, MOST_WEIGHTS)
     rows: list[tuple[object, ...]] = [
         (tag("code", w.name), w.dtype, list(w.shape), size(number), w.memory, w.tensor if w.tensor != w.name else "")
         for number, w in shown
@@ -176,7 +176,7 @@ def _weights(manifest: Manifest) -> Iterator[Html]:
     if hidden:
         rows.append((f"and {hidden} smaller ones", "", "", "", "", ""))
     head = tag("summary", summary.weights(manifest)[0], tag("small", "largest first"))
-    heads = ("name", "dtype", "shape", ">bytes", "memory", "the same tensor as")
+    heads = ("name", "dtype", "shape", ">bytes", "memory", "shares the tensor of")
     yield tag("details", head, pageparts.table(heads, rows, "roomy"))
 
 
@@ -191,12 +191,12 @@ def _provenance(path: str, manifest: Manifest) -> Iterator[Html]:
         ("format", manifest.version),
     ])  # fmt: skip
     rows = [(tag("code", file.path), size(file.bytes), file.sha256[:16]) for file in manifest.files]
-    head = tag("summary", summary.bulk(manifest), tag("small", "with the first 16 digits of their SHA-256"))
+    head = tag("summary", summary.bulk(manifest), tag("small", "with the first 16 hexadecimal digits of their SHA-256"))
     yield tag("details", head, pageparts.table(("file", ">bytes", "SHA-256"), rows, "roomy"))
 
 
 def _footer(manifest: Manifest) -> Html:
-    many = len(manifest.entries) > 1
-    keys = [(f"{entry.name}:" if many else "", program.key) for entry in manifest.entries for program in entry.programs]
+    several_entries = len(manifest.entries) > 1
+    keys = [(f"{entry.name}:" if several_entries else "", program.key) for entry in manifest.entries for program in entry.programs]
     names = listed([prefix + spell(key) for prefix, key in keys])
     return tag("footer", f"int_keys {names}. Written by {GENERATOR}; the page loads nothing and sends nothing.")

@@ -50,7 +50,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], class_: str | 
 # --- regions ------------------------------------------------------------------------------------------------------
 
 
-def chains(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Iterator[Html]:
+def step_boxes(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Iterator[Html]:
     """Yields the steps as boxes with arrows, once for all int_keys with the same steps."""
     linked_programs = _listed_programs(steps)
     groups: dict[tuple[str, ...], list[int]] = {}

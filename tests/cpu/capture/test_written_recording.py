@@ -1,4 +1,4 @@
-"""Mutated inputs in a recorder process; the CPU stands for the GPU."""
+"""Mutated inputs in a recorder process.  The process runs on the CPU, with replacements of torch.cuda's functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cpu.capture.recorder import regions
 from tests.helpers.models.written_models import MODELS, draw, eager
 from tests.helpers.raising import raises
 
-assert regions, "modules of the recorder can be imported from here on"
+assert regions, "this import must come first: the next ones need its replacement of cuda-bindings"
 from cgcompile.capture.request import Request  # noqa: E402
 from cgcompile.capture.worker import loaded_program as recorder  # noqa: E402
 from cgcompile.capture.worker import record  # noqa: E402
@@ -29,7 +29,7 @@ KEY = (4,)
 
 @pytest.fixture(params=sorted(MODELS))
 def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Returns a loaded program with an example and a new call, and the model."""
+    """Returns a loaded program, with an example call and a self-test call, and the model."""
     model_class, inputs, written = MODELS[request.param]
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in (
@@ -41,32 +41,32 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(module, "place_inputs", lambda tensors, buffer: [tensor.clone() for tensor in tensors])
     network = model_class()
     program = export(load_source(network, inputs), {"batch": (1, 4)}).programs.first
-    asked = Request(
+    recorder_request = Request(
         role="record", programs={KEY: tmp_path}, calls=tmp_path, result=tmp_path, keys=(KEY,), level="eager", specialize="size",
         code="", placements={}, uploads={}, stored=tmp_path, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={},
         shift=False, written={KEY: written}, self_test_calls={KEY: 1},
     )  # fmt: skip
-    nothing = torch.empty(0)
+    empty = torch.empty(0)
     calls = {KEY: ((draw(inputs, 4, 0), {}), (draw(inputs, 4, 1), {}))}
     loaded = recorder.LoadedProgram(
-        request=asked, split={}, modules={KEY: program.module()}, first={}, digests={}, weights=nothing, state=nothing,
-        inputs=nothing, calls=calls,
+        request=recorder_request, split={}, modules={KEY: program.module()}, first={}, digests={}, weights=empty, state=empty,
+        inputs=empty, calls=calls,
     )  # fmt: skip
     return loaded, network
 
 
-def test_every_warm_up_starts_from_the_examples_values(case: tuple[Any, Any]) -> None:
+def test_warm_up_restores_the_example_inputs(case: tuple[Any, Any]) -> None:
     loaded, _ = case
     call, static = recorder.warm_up(loaded, KEY, lambda text: None)
     examples = loaded.calls[KEY][0][0]
     assert [torch.equal(one, other) for one, other in zip(static, examples, strict=True)] == [True] * len(examples)
     call()
     changed = {index for index, (one, other) in enumerate(zip(static, examples, strict=True)) if not torch.equal(one, other)}
-    assert changed == set(loaded.request.written[KEY]), "the call itself restores nothing"
+    assert changed == set(loaded.request.written[KEY]), "the call mutates its inputs and does not restore them"
 
 
 class Graph:
-    """Replaces a captured graph: a replay runs the program on the static inputs, and optionally more."""
+    """Replaces a captured graph.  `run`: is called by a replay."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.replay = run
@@ -75,7 +75,9 @@ class Graph:
         """Does nothing."""
 
 
-def examined(loaded: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list[Tensor]], None] = lambda static: None) -> Any:
+def run_self_test(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch, corrupt: Callable[[list[Tensor]], None] = lambda static: None
+) -> Any:
     static: list[Tensor] = []
 
     def place(tensors: Any, buffer: Any) -> list[Tensor]:
@@ -88,16 +90,16 @@ def examined(loaded: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list
         with torch.no_grad():
             outputs = loaded.modules[KEY](*static)
         item.kept = tuple(outputs)
-        spoil(static)
+        corrupt(static)
 
     item.steps = (Graph(replay),)
     monkeypatch.setattr(record, "place_inputs", place)
     return record._examine(loaded, KEY, [item])
 
 
-def test_the_self_test_holds_what_the_replay_leaves_in_the_inputs(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_contains_the_mutated_inputs(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, network = case
-    self_test = examined(loaded, monkeypatch)
+    self_test = run_self_test(loaded, monkeypatch)
     fresh = loaded.calls[KEY][1][0]
     outputs, after = eager(network, fresh)
     assert all(difference.error == 0 for difference in self_test.differences) and self_test.mutated == tuple(
@@ -106,25 +108,25 @@ def test_the_self_test_holds_what_the_replay_leaves_in_the_inputs(case: tuple[An
     assert self_test.outputs == tuple([row_major(output) for output in outputs])
 
 
-def test_a_replay_that_leaves_something_else_there_is_an_error(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_that_mutates_an_input_wrongly_is_an_error(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, _ = case
     index = loaded.request.written[KEY][-1]
-    wrong = examined(loaded, monkeypatch, lambda static: static[index].copy_(static[index].flip(0).logical_not()))
+    wrong = run_self_test(loaded, monkeypatch, lambda static: static[index].copy_(static[index].flip(0).logical_not()))
     assert any(difference.error > 0 and difference.text for difference in wrong.differences)
 
 
-def test_a_write_that_nobody_announced_is_refused(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutation_that_the_program_does_not_declare_is_refused(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, _ = case
     others = set(range(len(loaded.calls[KEY][0][0]))) - set(loaded.request.written[KEY])
     if not others:
         pytest.skip("it writes to all of its inputs")
     with raises("input-mutated", match=f"tensor {min(others)} of its inputs"):
-        examined(loaded, monkeypatch, lambda static: static[min(others)].neg_())
+        run_self_test(loaded, monkeypatch, lambda static: static[min(others)].neg_())
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_of_state_a_process_hands_over_what_changed(order: tuple[int, int]) -> None:
-    first = torch.zeros(4, 3).permute(order).contiguous().permute(order)  # memory in this order of axes
+def test_only_changed_elements_of_state_are_returned(order: tuple[int, int]) -> None:
+    first = torch.zeros(4, 3).permute(order).contiguous().permute(order)  # its axes have this order in memory
     now = first.clone()
     now[1, 2] = -0.0
     now[2, :2] = torch.tensor([5.0, 6.0])

@@ -1,4 +1,4 @@
-"""State with a number of rows chosen at load time, cross-compiled: proved by the interpreter, with the same code for any number."""
+"""Cross-compiled state whose number of rows is chosen at load time: the interpreter verifies it, and code does not depend on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cgbundle.weights.host import Relocation, Room, resized  # noqa: E402
 from tests.helpers.models import row_kernels  # noqa: E402
 from tests.helpers.models.paged_models import ENTRIES, PAGES, SLOTS, STATE, Paged  # noqa: E402
 
-MANY = {"pages": PAGES + 200, "slots": SLOTS}
+MORE_ROWS = {"pages": PAGES + 200, "slots": SLOTS}
 
 
 def built(folder: Path, pages: int, prove: str) -> archive.Archive:
@@ -30,34 +30,37 @@ def built(folder: Path, pages: int, prove: str) -> archive.Archive:
 
 
 def test_the_code_is_the_same_for_any_number_of_rows(tmp_path: Path) -> None:
-    """A load with more rows gives the recordings that a build with more rows makes."""
-    few, many = built(tmp_path, PAGES, "interpret"), built(tmp_path, MANY["pages"], "none")
+    """A bundle that is loaded with more rows has the same recordings as a bundle that is built with more rows."""
+    few, many = built(tmp_path, PAGES, "interpret"), built(tmp_path, MORE_ROWS["pages"], "none")
     check_loaded(few)
     assert [proof.method for entry in few.manifest.entries for proof in entry.self_test.proofs] == ["interpret"] * 2
     images = [{file.path for file in bundle.manifest.files if file.path.startswith(KERNELS)} for bundle in (few, many)]
     assert images[0] == images[1]
-    now = [resized(bundle.manifest, MANY, Room(1 << 30, 0.5, "the GPU")) for bundle in (few, many)]
-    assert now[0].weights == now[1].weights
-    moves = [Relocation(bundle.manifest, resized_manifest) for bundle, resized_manifest in zip((few, many), now, strict=True)]
+    resized_manifests = [resized(bundle.manifest, MORE_ROWS, Room(1 << 30, 0.5, "the GPU")) for bundle in (few, many)]
+    assert resized_manifests[0].weights == resized_manifests[1].weights
+    relocations = [
+        Relocation(bundle.manifest, resized_manifest)
+        for bundle, resized_manifest in zip((few, many), resized_manifests, strict=True)
+    ]
     for one, two in zip(all_programs(few.manifest), all_programs(many.manifest), strict=True):
         for step, other in zip(one.steps, two.steps, strict=True):
             tables = [
-                move.moved(Table(bundle.data(file), file))
-                for move, bundle, file in zip(moves, (few, many), (step.file, other.file), strict=True)
+                relocation.moved(Table(bundle.data(file), file))
+                for relocation, bundle, file in zip(relocations, (few, many), (step.file, other.file), strict=True)
             ]
             for column in ("relocation_at", "relocation_memory", "relocation_offset", "blocks", "grid_x", "threads_x"):
                 assert getattr(tables[0], column).tolist() == getattr(tables[1], column).tolist(), column
 
 
 @pytest.mark.parametrize("sized", [False, True])
-def test_operators_of_triton_kernels_may_not_read_the_number(tmp_path: Path, sized: bool) -> None:
+def test_operators_of_triton_kernels_may_not_read_the_number_of_rows(tmp_path: Path, sized: bool) -> None:
     def build() -> None:
         cgcompile.build(
             row_kernels.RowKernels(sized), row_kernels.inputs, state={"cache": "rows"}, target="sm_90", out=tmp_path / "x.cgb"
         )
 
     if sized:
-        with raises("state-refused", match=r"int_key \(\): with more rows the kernels or their arguments are others"):
+        with raises("state-refused", match=r"int_key \(\): with more rows the kernels or their arguments differ"):
             build()
     else:
         build()
@@ -78,7 +81,7 @@ class Looped(torch.nn.Module):
         return output
 
 
-def test_rows_are_read_before_a_loop_and_written_behind_it(tmp_path: Path) -> None:
+def test_rows_are_read_before_a_loop_and_written_after_it(tmp_path: Path) -> None:
     out = tmp_path / "looped.cgb"
     inputs = torch.tensor([1, 2]), torch.randn(2, 4)
     cgcompile.build(Looped().eval(), lambda: inputs, state={"kept": "rows"}, target="sm_90", out=out)

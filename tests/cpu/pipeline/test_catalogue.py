@@ -266,8 +266,8 @@ def test_a_variable_without_a_handle(drive: Callable[..., SimpleNamespace]) -> N
     record = drive(cuModuleGetGlobal=lambda *_: (500, 0, 0))
     lost = Symbol(name="counter", section=".nv.global", value=0, local=True, initial=bytes(4))
     cubins = {"ab" * 32: Cubin(data=(lost,), functions=frozenset())}
-    with raises("module-state-unreadable", match="1 variables that kernels can write have no handle: counter"):
-        record.module_state.kept_variables({"ab" * 32: 9}, cubins, addresses())
+    with raises("module-state-unreadable", match="the driver gives no address of 1 variables that kernels can write: counter"):
+        record.module_state.find_module_state({"ab" * 32: 9}, cubins, addresses())
 
 
 def test_a_variable_that_kernels_write_is_kept_though_it_looks_unchanged(
@@ -280,7 +280,7 @@ def test_a_variable_that_kernels_write_is_kept_though_it_looks_unchanged(
     text = Symbol(name="text", section=".nv.global.init", value=0, local=False, initial=b"text")
     empty = Symbol(name="_ZN3abc4cuda3std6ranges5__cpo4swapE", section=".nv.global", value=8, local=False, initial=bytes(1))
     cubins = {"ab" * 32: Cubin(data=(counter, text, empty), functions=frozenset())}
-    (kept,) = record.module_state.kept_variables({"ab" * 32: 9}, cubins, addresses())
+    (kept,) = record.module_state.find_module_state({"ab" * 32: 9}, cubins, addresses())
     assert kept.symbol == "counter"
 
 

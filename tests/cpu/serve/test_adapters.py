@@ -184,7 +184,7 @@ def expected(served: Served, name: str, tokens: list[int]) -> list[str]:
 
     model = merged(served.plain, served.folders[name]) if name in served.folders else served.plain
     language = Language(served.built.path.parent / "Tiny")
-    return [language.one(token) for token in written(model, tokens, TOKENS)]
+    return [language.token_text(token) for token in written(model, tokens, TOKENS)]
 
 
 def test_requests_choose_adapters_by_the_name_of_their_model(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""examples/serve.py with clients that send too much, too slowly, or disconnect: over real sockets, with a fake model."""
+"""examples/serve.py with clients that send too much, send too slowly, or disconnect.  Uses real sockets and a fake model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cgserve.transport.running import make_server  # noqa: E402
 EXAMPLES = ROOT / "examples"
 BYTES = 256 << 10
 SECONDS, IDLE = 1.5, 2
-"""Seconds that a connection has for a whole request, and between two: long enough for a busy machine."""
+"""Time limits in seconds for a whole request, and for an idle connection.  They are long enough for a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def serve() -> Iterator[ModuleType]:
 
 
 class Model:
-    """Answers each row with itself, once `go` is set."""
+    """Waits until `go` is set, then returns the rows unchanged."""
 
     def __init__(self) -> None:
         self.go, self.began = threading.Event(), threading.Event()
@@ -62,7 +62,7 @@ class Model:
 
 
 class Running:
-    """A server in a thread, with batches of 2 and a queue of 3.  `sending`: bytes that the system keeps for a slow client."""
+    """A server in a thread, with batches of 2 and a queue of 3.  `sending`: size of the socket's send buffer."""
 
     def __init__(self, serve: ModuleType, seconds: float, idle: int = 1, sending: int = 0) -> None:
         self.model = Model()
@@ -141,8 +141,8 @@ def status(connection: socket.socket) -> int:
     return answer.status
 
 
-def ended(connection: socket.socket) -> bool:
-    """Tells whether the server closes the connection without another byte."""
+def is_closed(connection: socket.socket) -> bool:
+    """Returns whether the server closes the connection without sending another byte."""
     try:
         return connection.recv(1000) == b""
     except ConnectionError:
@@ -159,17 +159,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
 # --- bodies -------------------------------------------------------------------------------------------------------
 
 
-def test_a_body_that_is_declared_too_long_is_refused_unread(shared: Running, serve: ModuleType) -> None:
+def test_a_body_with_a_too_large_content_length_is_refused_before_it_is_read(shared: Running, serve: ModuleType) -> None:
     with shared.connect() as connection:
-        connection.sendall(head(1 << 40))  # and sends no byte of the body
+        connection.sendall(head(1 << 40))  # the client sends no byte of the body
         assert status(connection) == 413
     code, response, _ = shared.ask(b" " * (BYTES + 1))
     assert (code, response) == (413, {"detail": f"body: more than {BYTES} bytes"})
     assert shared.embed("1 2")[0] == 200
 
 
-def test_who_asks_before_sending_is_told_before_sending(shared: Running) -> None:
-    """curl asks in this way before it sends large bodies."""
+def test_expect_100_continue_is_answered_before_the_body_is_sent(shared: Running) -> None:
+    """curl sends this header before large bodies."""
     with shared.connect() as connection:
         connection.sendall(head(1 << 30, "Expect: 100-continue"))
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
@@ -200,12 +200,12 @@ def test_a_body_up_to_the_limit_is_read(shared: Running, serve: ModuleType) -> N
         b'{"text": {"text": "1"}}',
     ],
 )  # fmt: skip
-def test_hostile_bodies_are_told_in_one_line(shared: Running, body: bytes) -> None:
+def test_a_hostile_body_gets_an_error_of_one_line(shared: Running, body: bytes) -> None:
     code, response, _ = shared.ask(body)
     assert code == 400 and list(response) == ["detail"] and "\n" not in response["detail"], response
 
 
-def test_what_the_model_refuses_is_told_in_one_line(shared: Running, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_model_has_one_line(shared: Running, capfd: pytest.CaptureFixture[str]) -> None:
     assert shared.embed("99")[:2] == (422, {"detail": "token 99: out of range"})
     assert capfd.readouterr().err == ""
     assert shared.embed("98")[:2] == (500, {"detail": "the model failed; the server's log says why"})
@@ -215,30 +215,32 @@ def test_what_the_model_refuses_is_told_in_one_line(shared: Running, capfd: pyte
 # --- time ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_does_not_come_ends_the_connection(strict: Running) -> None:
+def test_a_connection_without_a_whole_request_is_closed(strict: Running) -> None:
     begin = time.monotonic()
     parts = (b"", b"POST /emb", head(10), head(10) + b'{"te', head(None), head(None) + b"2\r\n{}\r\n")
     connections = [strict.connect() for _ in parts]
     for connection, sent in zip(connections, parts, strict=True):
         connection.sendall(sent)
     for connection in connections:
-        assert ended(connection)
+        assert is_closed(connection)
         assert SECONDS / 2 < time.monotonic() - begin < 60
         connection.close()
 
 
-def test_a_byte_now_and_then_does_not_keep_a_connection(strict: Running) -> None:
+def test_single_bytes_do_not_extend_the_time_limit(strict: Running) -> None:
     begin = time.monotonic()
-    open_ones = {strict.connect(): begun for begun in (b"POST /embed HTTP/1.1\r\nX: ", head(10**5), head(None) + b"99999\r\n")}
-    for connection, begun in open_ones.items():
-        connection.sendall(begun)
-    while open_ones and time.monotonic() - begin < 60:
-        for connection in [*open_ones]:
+    connections = {
+        strict.connect(): beginning for beginning in (b"POST /embed HTTP/1.1\r\nX: ", head(10**5), head(None) + b"99999\r\n")
+    }
+    for connection, beginning in connections.items():
+        connection.sendall(beginning)
+    while connections and time.monotonic() - begin < 60:
+        for connection in [*connections]:
             try:
                 connection.sendall(b" ")
             except ConnectionError:
                 connection.close()
-                del open_ones[connection]
+                del connections[connection]
         time.sleep(SECONDS / 10)
     assert SECONDS / 2 < time.monotonic() - begin < 50
 
@@ -250,12 +252,12 @@ def test_a_connection_is_kept_between_requests_and_closed_when_idle(strict: Runn
             connection.sendall(request("1"))
             assert status(connection) == 200
             time.sleep(SECONDS / 2)
-        assert ended(connection)
+        assert is_closed(connection)
     assert SECONDS < time.monotonic() - begin < 60
 
 
-def test_the_rest_of_a_refused_body_keeps_no_connection(strict: Running) -> None:
-    """The body is read and dropped for a while, so that a client that sends everything before it reads gets its answer."""
+def test_the_rest_of_a_refused_body_does_not_extend_the_time_limit(strict: Running) -> None:
+    """The server reads and drops the body until the time limit: some clients send the whole body before they read."""
     begin = time.monotonic()
     with strict.connect() as connection:
         connection.sendall(head(1 << 40))
@@ -269,31 +271,31 @@ def test_the_rest_of_a_refused_body_keeps_no_connection(strict: Running) -> None
     assert time.monotonic() - begin < 50
 
 
-def test_half_of_a_next_request_keeps_no_connection(strict: Running) -> None:
+def test_an_incomplete_next_request_does_not_extend_the_time_limit(strict: Running) -> None:
     with strict.connect() as connection:
         connection.sendall(request("1") + head(10))
         assert status(connection) == 200
-        assert ended(connection)
+        assert is_closed(connection)
 
 
-def reads_nothing(running: Running) -> socket.socket:
-    """Returns a connection whose client keeps few bytes that it has not read."""
+def slow_connection(running: Running) -> socket.socket:
+    """Returns a connection with a small receive buffer, from which the client does not read."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", running.port))
     return connection
 
 
-def test_answers_that_nobody_takes_keep_no_connection(serve: ModuleType) -> None:
+def test_a_client_that_reads_no_answers_is_disconnected(serve: ModuleType) -> None:
     """The client sends requests without end and reads no answers."""
     running = Running(serve, SECONDS, sending=4096)
     try:
-        with reads_nothing(running) as connection:
+        with slow_connection(running) as connection:
             connection.settimeout(0.2)
             try:
                 for _ in range(100_000):
                     connection.sendall(b"GET /nothing HTTP/1.1\r\nHost: here\r\n\r\n" * 100)
-            except (TimeoutError, ConnectionError):  # the second on a machine that is slow enough
+            except (TimeoutError, ConnectionError):  # on a slow machine the server has closed the connection already
                 pass
             wait_for(lambda: not running.server.server_state.connections)
     finally:
@@ -301,16 +303,16 @@ def test_answers_that_nobody_takes_keep_no_connection(serve: ModuleType) -> None
 
 
 @pytest.mark.parametrize("last", (b"", b"Connection: close\r\n"), ids=("kept", "closed"))
-def test_the_rest_of_answers_that_nobody_takes_keeps_no_connection(serve: ModuleType, last: bytes) -> None:
-    """The rest is less than what makes the server stop writing."""
+def test_a_client_that_does_not_read_the_last_answers_is_disconnected(serve: ModuleType, last: bytes) -> None:
+    """The unread answers are fewer bytes than the limit at which the server pauses writing."""
     running = Running(serve, SECONDS, sending=4096)
     try:
-        with reads_nothing(running) as connection:
-            begun = b"GET /nothing HTTP/1.1\r\nHost: here\r\n"
-            connection.sendall((begun + b"\r\n") * 199 + begun + last + b"\r\n")
+        with slow_connection(running) as connection:
+            beginning = b"GET /nothing HTTP/1.1\r\nHost: here\r\n"
+            connection.sendall((beginning + b"\r\n") * 199 + beginning + last + b"\r\n")
             wait_for(lambda: running.server.server_state.total_requests == 200)
-            (left,) = running.server.server_state.connections
-            assert 0 < left.transport.get_write_buffer_size() < 64 << 10
+            (connection_state,) = running.server.server_state.connections
+            assert 0 < connection_state.transport.get_write_buffer_size() < 64 << 10
             wait_for(lambda: not running.server.server_state.connections)
     finally:
         running.stop()
@@ -319,7 +321,7 @@ def test_the_rest_of_answers_that_nobody_takes_keeps_no_connection(serve: Module
 # --- clients that leave -------------------------------------------------------------------------------------------
 
 
-def test_what_a_client_asked_that_left_is_not_computed(running: Running) -> None:
+def test_the_request_of_a_client_that_disconnected_is_not_computed(running: Running) -> None:
     running.model.go.clear()
     with running.connect() as first, running.connect() as stays:
         first.sendall(request("1"))
@@ -338,7 +340,7 @@ def test_what_a_client_asked_that_left_is_not_computed(running: Running) -> None
     assert running.model.rows == [[1], [3]]
 
 
-def test_who_ends_the_server_ends_a_request_too(serve: ModuleType) -> None:
+def test_a_cancelled_task_cancels_its_request(serve: ModuleType) -> None:
     """Only a disconnect of the client is handled by the middleware; a cancellation of the task is passed on."""
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
@@ -358,7 +360,7 @@ def test_who_ends_the_server_ends_a_request_too(serve: ModuleType) -> None:
     assert asyncio.run(run(leaves=False)) == "cancelled"
 
 
-def test_a_full_queue_says_when_to_come_back(running: Running) -> None:
+def test_a_full_queue_sends_retry_after(running: Running) -> None:
     running.model.go.clear()
     connections = [running.connect() for _ in range(4)]
     connections[0].sendall(request("1"))
@@ -375,16 +377,16 @@ def test_a_full_queue_says_when_to_come_back(running: Running) -> None:
         connection.close()
 
 
-# --- the end ------------------------------------------------------------------------------------------------------
+# --- shutdown ----------------------------------------------------------------------------------------------------
 
 
-def test_half_a_request_does_not_hold_up_the_end(serve: ModuleType) -> None:
+def test_an_incomplete_request_does_not_delay_shutdown(serve: ModuleType) -> None:
     running = Running(serve, SECONDS)
     with running.connect() as connection:
         connection.sendall(head(10))
         wait_for(lambda: len(running.server.server_state.tasks) == 1)
         running.stop()
-        assert ended(connection)
+        assert is_closed(connection)
 
 
 SLOW = """
@@ -413,7 +415,7 @@ run(make_server(serve.make_app(batcher, tokens, {})), [listening])
 """
 
 
-def test_sigterm_answers_those_who_wait_and_takes_no_more(serve: ModuleType) -> None:
+def test_sigterm_answers_waiting_requests_and_accepts_no_more(serve: ModuleType) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW],
         env={"PYTHONPATH": f"{EXAMPLES}:{ROOT / 'bundles'}", "PATH": ""}, stderr=subprocess.PIPE, text=True,
@@ -424,12 +426,12 @@ def test_sigterm_answers_those_who_wait_and_takes_no_more(serve: ModuleType) -> 
         idle, *waiting = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(6)]
         for connection in waiting:
             connection.sendall(request("1"))
-        assert process.stderr.readline() == "called\n", "five wait for three calls, of which the first has begun"
+        assert process.stderr.readline() == "called\n", "five requests need three calls, and the first call has begun"
         time.sleep(0.05)
         process.terminate()
         assert [status(connection) for connection in waiting] == [200] * 5
         assert process.wait(60) == 0
-        assert ended(idle)
+        assert is_closed(idle)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=60)
         assert set(process.stderr.read().split()) <= {"called"}
@@ -441,8 +443,8 @@ def test_sigterm_answers_those_who_wait_and_takes_no_more(serve: ModuleType) -> 
         process.stderr.close()
 
 
-def test_bodies_have_a_bound_together(serve: ModuleType) -> None:
-    """Unfinished bodies count too, until their clients disconnect."""
+def test_all_bodies_together_have_a_limit(serve: ModuleType) -> None:
+    """Bodies that are still being received count too, until their clients disconnect."""
     limits = importlib.import_module("cgserve.transport.limits")
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

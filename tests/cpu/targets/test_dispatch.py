@@ -18,7 +18,7 @@ from cgbundle.format.schema import Weight
 from cgcompile.model.pytree import dtype_name
 from cgcompile.targets.cpu import complex_numbers, dispatch, layouts
 from cgcompile.targets.cpu.aoti import compile_cpu
-from cgcompile.targets.cpu.dispatch import dispatched
+from cgcompile.targets.cpu.dispatch import fallbacks_through_dispatcher
 from tests.helpers.raising import raises
 
 Calls = tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...]
@@ -120,7 +120,7 @@ def test_an_operator_that_the_c_interface_cannot_call_is_named_with_the_line(tmp
     program = torch.export.export(Scaled(), (torch.ones(3, dtype=torch.complex64),))
     with (
         patch.dict(complex_numbers.DECOMPOSITIONS, clear=True),
-        raises("operator-without-code", match=r"test_dispatch\.py:\d+: aten::sub\.Tensor has no code that runs without Python"),
+        raises("operator-without-code", match=r"test_dispatch\.py:\d+: aten::sub\.Tensor cannot run without Python"),
     ):
         compile_cpu(program, tmp_path, lambda text: None)
 
@@ -133,16 +133,16 @@ class Converted(nn.Module):
         return converted
 
 
-def test_an_operator_that_is_known_in_python_alone_is_named_with_the_line(tmp_path: Path) -> None:
+def test_an_operator_that_torch_implements_only_in_python_is_named_with_the_line(tmp_path: Path) -> None:
     program = torch.export.export(Converted(), (torch.ones(3, dtype=torch.complex64),))
-    said = r"test_dispatch\.py:\d+: prims::convert_element_type has no code that runs without Python"
+    said = r"test_dispatch\.py:\d+: prims::convert_element_type cannot run without Python"
     with raises("operator-without-code", match=said):
         compile_cpu(program, tmp_path, lambda text: None)
 
 
 def test_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "METHODS", ((nn.Module, "no_such_method"),))
-    with raises("torch-unsupported", match=r"Inductor has no Module\.no_such_method"), dispatched():
+    monkeypatch.setattr(dispatch, "PATCHED_METHODS", ((nn.Module, "no_such_method"),))
+    with raises("torch-unsupported", match=r"Inductor has no Module\.no_such_method"), fallbacks_through_dispatcher():
         pass
     monkeypatch.delattr(complex_numbers.compile_fx, "select_decomp_table")
     with raises("torch-unsupported", match="Inductor has no select_decomp_table"), complex_numbers.complex_decompositions():

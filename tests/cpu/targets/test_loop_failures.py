@@ -31,11 +31,11 @@ class Looking(torch.nn.Module):
 
 def kernels(folder: Path) -> list[str]:
     """Returns the C++ of every loop nest of `Looking`, without compiling it."""
-    from cgcompile.targets.cpu.loops import failures_leave_loops
+    from cgcompile.targets.cpu.loops import exceptions_after_loops
 
     program = torch.export.export(Looking(), (torch.zeros(64, 128, dtype=torch.int64), torch.zeros(1 << 18)))
     options = {"aot_inductor.package": True, "aot_inductor.package_cpp_only": True, "cpp.vec_isa_ok": True, **NO_HEADERS}
-    with pytest.MonkeyPatch.context() as patch, failures_leave_loops():
+    with pytest.MonkeyPatch.context() as patch, exceptions_after_loops():
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         files = torch._inductor.aot_compile(program.module(), program.example_inputs[0], options=options)
     assert isinstance(files, list)
@@ -60,10 +60,10 @@ def test_checks_throw_behind_the_loops(tmp_path: Path) -> None:
 def test_a_torch_without_the_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from cgcompile.targets.cpu import loops
 
-    monkeypatch.setattr(loops, "FAILING", (("CppKernel", "gen_bodies"),))
+    monkeypatch.setattr(loops, "PATCHED_METHODS", (("CppKernel", "gen_bodies"),))
     with (
         pytest.raises(loops.BuildError, match=r"Inductor has no CppKernel\.gen_bodies") as caught,
-        loops.failures_leave_loops(),
+        loops.exceptions_after_loops(),
     ):
         pass
     assert caught.value.code == "torch-unsupported"

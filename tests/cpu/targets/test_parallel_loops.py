@@ -24,12 +24,12 @@ class Sums(torch.nn.Module):
 
 def generated(folder: Path) -> str:
     """Returns the C++ kernels of `Sums`, without compiling them."""
-    from cgcompile.targets.cpu.loops import any_number_of_threads
+    from cgcompile.targets.cpu.loops import threads_read_at_run_time
 
     inputs = (torch.zeros(1 << 20), torch.zeros(8))
     program = torch.export.export(Sums(), inputs)
     options = {"aot_inductor.package": True, "aot_inductor.package_cpp_only": True, "cpp.vec_isa_ok": True, **NO_HEADERS}
-    with pytest.MonkeyPatch.context() as patch, any_number_of_threads():
+    with pytest.MonkeyPatch.context() as patch, threads_read_at_run_time():
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         files = torch._inductor.aot_compile(program.module(), inputs, options=options)
     assert isinstance(files, list)

@@ -64,7 +64,7 @@ def test_a_triton_without_this_ptxas(triton: Path) -> None:
 @pytest.mark.parametrize("body", ["echo hello", "true", "echo 'bad library' >&2; exit 127", "echo 'release 12.8'; exit 1"])
 def test_a_ptxas_that_says_no_version(triton: Path, body: str) -> None:
     script(triton / "ptxas", body)
-    with raises("kernel-failed", match="ptxas --version says no version") as caught:
+    with raises("kernel-failed", match="ptxas --version printed no version") as caught:
         lowest_driver(90)
     assert "\n" not in str(caught.value)
 

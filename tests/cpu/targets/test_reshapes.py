@@ -28,7 +28,7 @@ SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 def test_merging_or_splitting_axes_is_not_across(sizes: list[int], cuts: set[int]) -> None:
     ends = [0, *sorted(cut for cut in cuts if cut < len(sizes)), len(sizes)]
     merged = [math.prod(sizes[begin:end]) for begin, end in itertools.pairwise(ends)]
-    assert not loops.across(sizes, merged) and not loops.across(merged, sizes)
+    assert not loops.crosses_axes(sizes, merged) and not loops.crosses_axes(merged, sizes)
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,15 @@ def test_merging_or_splitting_axes_is_not_across(sizes: list[int], cuts: set[int
     ],
 )
 def test_across_is_what_needs_more(old: Sequence[int], new: Sequence[int], wanted: bool) -> None:
-    assert loops.across(old, new) == wanted
+    assert loops.crosses_axes(old, new) == wanted
 
 
 def test_symbols_stand_for_axes() -> None:
     import sympy
 
     batch = sympy.Symbol("s0", positive=True, integer=True)
-    assert loops.across((batch, 4, 31, 16), (batch, 4, 16, 31))
-    assert not loops.across((batch, 4, 16, 32), (batch * 4, 16, 32))
+    assert loops.crosses_axes((batch, 4, 31, 16), (batch, 4, 16, 31))
+    assert not loops.crosses_axes((batch, 4, 16, 32), (batch * 4, 16, 32))
 
 
 class Shifted(torch.nn.Module):
@@ -81,13 +81,13 @@ def lines(folder: Path, stored: AbstractContextManager[None]) -> list[str]:
 
 
 def test_no_index_is_a_remainder(tmp_path: Path) -> None:
-    plain, stored = lines(tmp_path / "plain", nullcontext()), lines(tmp_path / "stored", loops.stored_before_reshapes())
+    plain, stored = lines(tmp_path / "plain", nullcontext()), lines(tmp_path / "stored", loops.materialized_before_reshapes())
     assert any("%" in line or "modular_indexing" in line for line in plain), "there are no such indices to avoid"
     assert not [line for line in stored if "%" in line or "modular_indexing" in line]
 
 
 def test_a_torch_without_the_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(loops.ir, "StorageBox")
-    with pytest.raises(loops.BuildError, match=r"Inductor has no View\.create") as caught, loops.stored_before_reshapes():
+    with pytest.raises(loops.BuildError, match=r"Inductor has no View\.create") as caught, loops.materialized_before_reshapes():
         pass
     assert caught.value.code == "torch-unsupported"

@@ -48,7 +48,7 @@ def test_the_list_has_bodies_behind_their_nodes(bundle: Path) -> None:
 
 def test_dot_says_where_bodies_begin(bundle: Path) -> None:
     text = shown(str(bundle), "--graph", "4x2", "--dot")
-    for edge in ("n0_2 -> n0_5 [style=dotted, label=turn];", "n0_8 -> n0_17 [style=dotted, label=false];"):
+    for edge in ("n0_2 -> n0_5 [style=dotted, label=iteration];", "n0_8 -> n0_17 [style=dotted, label=false];"):
         assert edge in text
     assert "n0_4 -> n1_0 [style=dashed];" in text, "the copy step waits for the graph's own last node alone"
 

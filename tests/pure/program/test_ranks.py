@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named(fake: RanksDriver, path: Path, monke
     assert isinstance(backend, RanksBackend)
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_follow", lambda *_: None)
-        with raises("rank-timeout", match=r"rank 0 on device 0 has waited 0.5 s for rank 1 in vain"):
+        with raises("rank-timeout", match=r"rank 0 on device 0 waited 0.5 s for rank 1, which did not respond"):
             program(batch(4))
     with raises("rank-timeout"):  # the flags of the two are out of step
         program(batch(4))
@@ -167,7 +167,8 @@ def test_a_gpu_on_which_not_all_blocks_fit_at_once(fake: RanksDriver, path: Path
     cgbundle.load(path).close()
     fake.devices = 4  # one is used: the driver takes this for the number of ranks
     with raises(
-        "wrong-machine", match=r"device 0 \(Fake GPU\) runs 2 blocks of cgcompile_packets_float32 at once, 4 x 1 wait together"
+        "wrong-machine",
+        match=r"device 0 \(Fake GPU\) can run 2 blocks of cgcompile_packets_float32 at once, but 4 x 1 blocks wait for each other",
     ):
         cgbundle.load(written(path.parent / "four.cgb", 4), devices=[0] * 4)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import cgbundle
 from cgbundle.errors import CgbundleError
-from cgbundle.program.exchanging import Board, Met, board_bytes, meet
+from cgbundle.program.exchanging import CallLog, Connected, call_log_bytes, connect_ranks
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from tests.helpers.bundles.rank_bundles import FLOATS, expected, inputs
 from tests.helpers.drivers.fake_driver import install
@@ -32,19 +32,19 @@ def part(content: bytes) -> int:
     return descriptor
 
 
-def all_meet(where: Path, ranks: Sequence[tuple[int, str]], size: int, timeout: float = 60.0) -> list[Met | CgbundleError]:
+def connect_all(where: Path, ranks: Sequence[tuple[int, str]], size: int, timeout: float = 60.0) -> list[Connected | CgbundleError]:
     """Runs `ranks`, (number, bundle) of each process, and returns their results."""
 
-    def one(rank: int, bundle: str) -> Met:
+    def one(rank: int, bundle: str) -> Connected:
         memory = part(b"part of %d" % rank)
         try:
-            return meet(str(where), rank, size, bundle, memory, timeout)
+            return connect_ranks(str(where), rank, size, bundle, memory, timeout)
         finally:
             os.close(memory)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        waiting: list[Future[Met]] = [pool.submit(one, *rank) for rank in ranks]
-    outcomes: list[Met | CgbundleError] = []
+        waiting: list[Future[Connected]] = [pool.submit(one, *rank) for rank in ranks]
+    outcomes: list[Connected | CgbundleError] = []
     for future in waiting:
         error = future.exception()
         assert error is None or isinstance(error, CgbundleError), error
@@ -52,46 +52,46 @@ def all_meet(where: Path, ranks: Sequence[tuple[int, str]], size: int, timeout: 
     return outcomes
 
 
-def done(met: Met) -> None:
-    met.board.close()
-    for descriptor in met.parts:
+def done(connected: Connected) -> None:
+    connected.call_log.close()
+    for descriptor in connected.parts:
         os.close(descriptor)
 
 
 def test_every_rank_gets_the_memory_of_all(tmp_path: Path) -> None:
     gc.collect()  # closes files that earlier tests left open in cycles
     descriptors = len(os.listdir("/proc/self/fd"))
-    outcomes = all_meet(tmp_path / "meeting", [(2, "b"), (0, "b"), (1, "b")], 3)
-    for met in outcomes:
-        assert isinstance(met, Met)
-        assert [os.pread(descriptor, 20, 0) for descriptor in met.parts] == [b"part of 0", b"part of 1", b"part of 2"]
-    assert len({met.seed for met in outcomes if isinstance(met, Met)}) == 1
+    outcomes = connect_all(tmp_path / "meeting", [(2, "b"), (0, "b"), (1, "b")], 3)
+    for connected in outcomes:
+        assert isinstance(connected, Connected)
+        assert [os.pread(descriptor, 20, 0) for descriptor in connected.parts] == [b"part of 0", b"part of 1", b"part of 2"]
+    assert len({connected.seed for connected in outcomes if isinstance(connected, Connected)}) == 1
     assert not (tmp_path / "meeting").exists()
-    for met in outcomes:
-        assert isinstance(met, Met)
-        done(met)
+    for connected in outcomes:
+        assert isinstance(connected, Connected)
+        done(connected)
     assert len(os.listdir("/proc/self/fd")) == descriptors, "every descriptor was closed"
 
 
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
-    for error in all_meet(tmp_path / "meeting", [(0, "b"), (1, "b")], 3, timeout=0.3):
+    for error in connect_all(tmp_path / "meeting", [(0, "b"), (1, "b")], 3, timeout=0.3):
         assert isinstance(error, CgbundleError) and error.code == "rank-timeout"
-    (error,) = all_meet(tmp_path / "meeting", [(0, "b")], 2, timeout=0.1)
+    (error,) = connect_all(tmp_path / "meeting", [(0, "b")], 2, timeout=0.1)
     assert str(error) == "rank 1 did not connect within 0.1 s, or has disconnected"
-    (error,) = all_meet(tmp_path / "meeting", [(1, "b")], 2, timeout=0.1)
+    (error,) = connect_all(tmp_path / "meeting", [(1, "b")], 2, timeout=0.1)
     assert str(error).startswith("rank 0 did not connect")
 
 
 @pytest.mark.parametrize(
     ("ranks", "reason"),
     [
-        ([(0, "b"), (1, "other")], "rank 1 has loaded another bundle than rank 0"),
-        ([(0, "b"), (1, "b"), (1, "b")], "two processes say that they are rank 1"),
-        ([(0, "b"), (5, "b")], "a process says that it is rank 5 of 3, the model has 3"),
+        ([(0, "b"), (1, "other")], "rank 1 loaded a different bundle than rank 0"),
+        ([(0, "b"), (1, "b"), (1, "b")], "two processes connected as rank 1"),
+        ([(0, "b"), (5, "b")], "a process connected as rank 5 of 3, but the model has 3 ranks"),
     ],
 )
 def test_processes_that_do_not_fit(tmp_path: Path, ranks: list[tuple[int, str]], reason: str) -> None:
-    outcomes = all_meet(tmp_path / "meeting", ranks, 3)
+    outcomes = connect_all(tmp_path / "meeting", ranks, 3)
     errors = [outcome for outcome in outcomes if isinstance(outcome, CgbundleError) and outcome.code == "ranks-unlike"]
     assert errors and all(reason in str(error) for error in errors)
     assert isinstance(outcomes[0], CgbundleError), "rank 0 gives up"
@@ -101,36 +101,36 @@ def test_a_socket_that_was_left_is_replaced_and_one_that_is_used_is_not(tmp_path
     where = tmp_path / "meeting"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(where))
-    for met in all_meet(where, [(0, "b"), (1, "b")], 2):
-        assert isinstance(met, Met)
-        done(met)
+    for connected in connect_all(where, [(0, "b"), (1, "b")], 2):
+        assert isinstance(connected, Connected)
+        done(connected)
     with socket.socket(socket.AF_UNIX) as used:
         used.bind(str(where))
         used.listen()
-        (error,) = all_meet(where, [(0, "b")], 2, timeout=0.2)
-    assert isinstance(error, CgbundleError) and "another process waits there" in str(error)
-    with pytest.raises(ValueError, match="no socket can be made there"):
-        meet(str(tmp_path / "nowhere" / "meeting"), 0, 2, "b", 0, 0.1)
+        (error,) = connect_all(where, [(0, "b")], 2, timeout=0.2)
+    assert isinstance(error, CgbundleError) and "another process already listens there" in str(error)
+    with pytest.raises(ValueError, match="cannot create a socket there"):
+        connect_ranks(str(tmp_path / "nowhere" / "meeting"), 0, 2, "b", 0, 0.1)
 
 
 @settings(deadline=None)
 @given(calls=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=30))
 def test_calls_of_other_programs_are_found_and_no_others(calls: list[tuple[int, int]]) -> None:
     """They are found in any order: a rank may be any number of calls ahead of others."""
-    page = os.memfd_create("board")
-    os.truncate(page, board_bytes(3))
-    boards = [Board(page, rank, 3) for rank in range(3)]
+    page = os.memfd_create("call_log")
+    os.truncate(page, call_log_bytes(3))
+    logs = [CallLog(page, rank, 3) for rank in range(3)]
     os.close(page)
     called: list[list[int]] = [[], [], []]
     for rank, program in calls:
-        boards[rank].call(program)
+        logs[rank].record(program)
         called[rank].append(program)
         common = [[programs[at] for programs in called if at < len(programs)] for at in range(max(map(len, called)))]
-        for board in boards:
+        for log in logs:
             whole = min(map(len, called))
             wrong = next((at for at, programs in enumerate(common) if len(set(programs)) > 1), None)
             try:
-                board.check()
+                log.compare()
             except CgbundleError as error:
                 assert wrong is not None and error.code == "ranks-unlike"
             else:
@@ -160,7 +160,7 @@ def test_two_processes_call_alike(path: Path, tmp_path: Path, monkeypatch: pytes
         x = from_bytes(inputs(key).tobytes(), "float32", (key, FLOATS))
         held.append(Tensor(x.address, x.dtype, x.shape, x.strides, x, rank))
         program(held[-1])
-    fake.settle()  # both wait in vain
+    fake.settle()  # both wait until the time limit
     for program, last in zip(programs, held[-2:], strict=True):
         for _ in range(2):
             with raises("ranks-unlike", match=r"call 4: rank \d calls program \d, and rank \d program \d"):

@@ -156,8 +156,8 @@ def test_what_a_folder_says(modules: SimpleNamespace, tmp_path: Path) -> None:
     assert language.stop == (END,) and language.size == 258 and language.positions is None and language.chat is None
     assert language.text(language.tokens("hé", special=True)) == "hé"
     part = language.tokens("é", special=False)[0]
-    assert language.one(part) == "Ã" and language.bytes_of(part) is None, "a part of a character as the vocabulary spells it"
-    assert language.one(BEGIN) == "<s>" and language.bytes_of(language.tokens("a", special=False)[0]) == [97]
+    assert language.token_text(part) == "Ã" and language.bytes_of(part) is None, "a part of a character as the vocabulary spells it"
+    assert language.token_text(BEGIN) == "<s>" and language.bytes_of(language.tokens("a", special=False)[0]) == [97]
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9, "max_position_embeddings": 77}))
     assert (modules.tokenizer.Language(tmp_path).stop, modules.tokenizer.Language(tmp_path).positions) == ((9,), 77)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 7]}))
