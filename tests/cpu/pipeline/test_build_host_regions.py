@@ -41,7 +41,7 @@ from cgcompile.offline.interpret.interpret import Outcome
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lowered import Lowered, LoweredProgram
 from cgcompile.offline.lowering_jobs import region_jobs
-from cgcompile.offline.proof import CROSSING, COMPARED, Trial, proved
+from cgcompile.offline.proof import COMPARED, CROSSING, Trial, proved
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.cuda import host_regions
 from cgcompile.targets.cuda.host_regions import split_program
@@ -312,7 +312,9 @@ def again(name: str, folder: Path) -> None:
 
 def trial(crossing: torch.Tensor, output: torch.Tensor) -> Trial:
     self_test = KeySelfTest(key=(1,), inputs=(), outputs=(output,))
-    return Trial(key=(1,), stages=(), crossing=(crossing,), left=(output,), self_test=self_test, early=(), order=(CROSSING, COMPARED))
+    return Trial(
+        key=(1,), stages=(), crossing=(crossing,), compared=(output,), self_test=self_test, early=(), order=(CROSSING, COMPARED)
+    )
 
 
 @pytest.mark.parametrize(("flipped", "passes"), [(0, True), (1, True), (3, False)])
