@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .control_flow import cond, while_loop
+from .control_flow import closed_while_loop, cond
 
 ALTERNATIVES = 20
 """Number of likeliest tokens that are returned with their log-probabilities: OpenAI's maximum of `top_logprobs`."""
@@ -112,16 +112,16 @@ def as_float(order: Tensor) -> Tensor:
 def largest(order: Tensor, weight: Tensor, least: Tensor) -> Tensor:
     """Returns the largest threshold, int64 (batch,), at or above which `order` has a total `weight` of `least` (batch,)."""
 
-    def more(low: Tensor, high: Tensor) -> Tensor:
+    def more(low: Tensor, high: Tensor, *_: Tensor) -> Tensor:
         return (high - low > 1).any()
 
-    def halve(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def halve(low: Tensor, high: Tensor, order: Tensor, weight: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
         middle = (low + high) >> 1
         enough = torch.where(order >= middle[:, None], weight, 0.0).sum(-1) >= least
         return torch.where(enough, middle, low), torch.where(enough, high, middle)
 
     above = order.amax(-1) + 1
-    return while_loop(more, halve, (torch.full_like(above, -(1 << 31)), above))[0]
+    return closed_while_loop(more, halve, (torch.full_like(above, -(1 << 31)), above), (order, weight, least))[0]
 
 
 def exponential(seed: Tensor, place: Tensor, count: int) -> Tensor:
