@@ -140,11 +140,11 @@ def test_tensors_lie_in_spans_and_outputs_in_the_pools_of_the_captures(monkeypat
     ]  # fmt: skip
     assert [(row.name, row.span, row.offset) for row in seen.tensors] == [("a/row", 0, 16), ("w", 0, 0)]
     assert list(seen.pooled) == ["out"]
-    assert seen.owned == ((weight.data_ptr(), 512), (output.data_ptr(), 512))
+    assert seen.segments == ((weight.data_ptr(), 512), (output.data_ptr(), 512))
 
 
 def test_words_that_are_addresses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "WORDS", 4)
+    monkeypatch.setattr(memory, "SCAN_WORDS", 4)
     words = torch.arange(20) * 3
     buffer = torch.zeros(64)
     words[1], words[11], words[12] = buffer.data_ptr() + 4, buffer.data_ptr() - 8, words.data_ptr()
