@@ -60,6 +60,15 @@ def text(target: str, *draws: Draw, **options: Any) -> Case:
     return stranger("attention", target, *(draws or (TEXT,)), **options)
 
 
+def slots() -> Made:
+    """Slot attention, whose slots begin at random: here at their means, for otherwise no two calls are equal."""
+    from slot_attention import MultiHeadSlotAttention
+
+    model = MultiHeadSlotAttention(num_slots=3, dim=16, heads=2, dim_head=8, iters=2, hidden_dim=16)
+    nn.init.constant_(model.slots_logsigma, -100.0)
+    return model, lambda batch: (torch.randn(batch, 12, 16),)
+
+
 # ---- signals ----
 
 
@@ -450,7 +459,7 @@ CASES = [
     text("sinkhorn_transformer:SinkhornTransformerLM", bucket_size=4, sinkhorn_iter=3, **TEXT_MODEL),
     text("native_sparse_attention_pytorch:SparseAttention", ROWS, dim=16, dim_head=8, heads=2, sliding_window_size=2,
         compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=4, num_selected_blocks=2, causal=True),
-    text("slot_attention:MultiHeadSlotAttention", ROWS, num_slots=3, dim=16, heads=2, dim_head=8, iters=2, hidden_dim=16),
+    model_case("attention", "slot_attention.MultiHeadSlotAttention", slots),
     text("graph_transformer_pytorch:GraphTransformer", noise(6, 16), noise(6, 6, 4), dim=16, depth=1, edge_dim=4,
         with_feedforwards=True, wrapped=first, **HEADS),
     text("ponder_transformer:PonderTransformer", num_tokens=WORDS, dim=16, max_seq_len=LENGTH, **HEADS),
