@@ -60,7 +60,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "The build could not make a new copy of the model, or the process that called the copy ended.",
         "the message has the cause; if memory is short, end other programs"),
     "export-differs": Cause(ModelError, 1, "The program of torch.export computes another result than the model in eager PyTorch.",
-        "look for code that depends on tracing (is_compiling, is_exporting), or try another version of the model's library"),
+        "look for code that depends on tracing (is_compiling, is_exporting, type(x) == torch.Tensor, which isinstance() replaces), "
+        "or try another version of the model's library"),
     "numpy-untraceable": Cause(ModelError, 1, "forward() computes with NumPy, which torch.export cannot trace.",
         "use operations of PyTorch, or compute the value outside of forward() and pass it as an input"),
     "data-dependent-branch": Cause(ModelError, 1,

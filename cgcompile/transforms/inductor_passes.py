@@ -27,19 +27,25 @@ twice, and its caller frees it twice (`generate_return` in torch/_inductor/codeg
 kernel.  Python calls `__init__` each time, which makes the rules of 200 operations (torch 2.11 and 2.13).  That took a twentieth of
 the time of lowering.
 
+**Concatenations keep their strides.** Inductor leaves out tensors without elements.  If one tensor is left, the result is a copy
+with the strides of that tensor, where `torch.cat` gives contiguous ones (`cat` in torch/_inductor/decomposition.py, torch 2.11 and
+2.13).  A later view of the exported program may not exist for those strides.
+
 **Rows of state are not compared with its size.** Inductor decomposes `_unsafe_index_put` to `index_put`, which compares them (torch
 2.11 and 2.13).  Programs whose state has a variable number of rows have their own comparison (state_rows.py).
 
 Private interfaces (torch 2.11, 2.13): the options `post_grad_custom_pre_pass` and `joint_custom_pre_pass`, `CustomGraphPass`,
 `get_hash_for_files`, `torch.utils._sympy.functions.Identity`, `torch._inductor.dtype_propagation.DtypePropagationOpsHandler`,
-`torch._inductor.utils.op_dtype_propagation_rules`, `torch._inductor.decomposition.select_decomp_table`, which gives one dict.
+`torch._inductor.utils.op_dtype_propagation_rules`, `torch._inductor.decomposition.select_decomp_table`, which gives one dict,
+`torch._prims_common.suggest_memory_format`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -49,6 +55,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.utils import op_dtype_propagation_rules
+from torch._prims_common import suggest_memory_format
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.functions import Identity
 
@@ -84,7 +91,10 @@ def unchecked_puts(module: GraphModule) -> Iterator[None]:
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Makes `Identity` of a number the number, and makes rules of dtypes only once, inside the context."""
+    """Makes `Identity` of a number the number, makes rules of dtypes only once, and keeps the strides of concatenations, inside the
+    context."""
+    table = select_decomp_table()
+    concatenation = {aten.cat.default: partial(_with_strides_of_cat, table[aten.cat.default])}
     make, rule_counts = DtypePropagationOpsHandler.__init__, set[int]()
 
     def once(self: DtypePropagationOpsHandler) -> None:
@@ -92,8 +102,17 @@ def mended() -> Iterator[None]:
             make(self)
             rule_counts.add(count)
 
-    with mock.patch.object(Identity, "__new__", _identity), mock.patch.object(DtypePropagationOpsHandler, "__init__", once):
+    rules = mock.patch.object(DtypePropagationOpsHandler, "__init__", once)
+    with mock.patch.object(Identity, "__new__", _identity), rules, mock.patch.dict(table, concatenation):
         yield
+
+
+def _with_strides_of_cat(decomposition: Callable[..., Any], tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    result = decomposition(tensors, dim)
+    if result is NotImplemented:
+        return result
+    formats = {suggest_memory_format(tensor) for tensor in tensors}
+    return result.contiguous(memory_format=formats.pop() if len(formats) == 1 else torch.contiguous_format)
 
 
 def _identity(kind: Any, value: Any) -> Any:

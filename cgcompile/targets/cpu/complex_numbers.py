@@ -71,6 +71,14 @@ def scalar(value: Number, *, dtype: torch.dtype | None = None, **kwargs: Any) ->
     return full((), value, dtype=dtype)
 
 
+def add(x: Tensor, y: Tensor | Number, *, alpha: Number = 1) -> Tensor:
+    return NotImplemented if isinstance(y, Tensor) else x + _tensor(y * alpha, x)
+
+
+def mul(x: Tensor, y: Tensor | Number) -> Tensor:
+    return NotImplemented if isinstance(y, Tensor) else multiply(x, y)
+
+
 def sub(x: Tensor, y: Tensor, *, alpha: Number = 1) -> Tensor:
     return x + _scaled(-y if isinstance(y, Tensor | complex | float | int) else y, alpha)
 
@@ -97,6 +105,14 @@ def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Number = 1) -> Tensor:
 
 def multiply(x: Tensor, value: Number) -> Tensor:
     return x * _tensor(value, x)
+
+
+def power(x: Tensor, exponent: Number) -> Tensor:
+    return torch.pow(x, _tensor(exponent, x))
+
+
+def power_of_number(value: Number, x: Tensor) -> Tensor:
+    return torch.pow(_tensor(value, x), x)
 
 
 def equal(x: Tensor, value: Number) -> Tensor:
@@ -142,19 +158,25 @@ def _scaled(x: Any, factor: Number) -> Any:
 
 
 def _tensor(value: Number, like: Tensor) -> Tensor:
-    """Returns a number as a complex tensor of no dimensions, with the dtype of `like` if that is complex."""
-    return full((), value, dtype=like.dtype) if like.is_complex() else full((), value)
+    """Returns a number as a complex tensor of no dimensions, with the dtype that PyTorch gives the result of both.  Inductor would
+    make complex128 of a number, and so of the result if the other tensor has integers (torch 2.13)."""
+    common = torch.result_type(like, value)
+    return full((), value, dtype=common if common.is_complex else None)
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.full.default: full,
     aten.scalar_tensor.default: scalar,
+    aten.add.Tensor: add,
+    aten.mul.Tensor: mul,
     aten.sub.Tensor: sub,
     aten.rsub.Tensor: rsub,
     aten.addmm.default: addmm,
     aten.baddbmm.default: baddbmm,
     aten.addcmul.default: addcmul,
     aten.addcdiv.default: addcdiv,
+    aten.pow.Tensor_Scalar: power,
+    aten.pow.Scalar: power_of_number,
     aten.mul.Scalar: multiply,
     aten.eq.Scalar: equal,
     aten.ne.Scalar: unequal,

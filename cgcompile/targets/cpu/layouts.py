@@ -79,8 +79,12 @@ def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequen
         if shape != tuple(expected.shape) or dtype != torch_library.dtype(dtype_name(expected.dtype)):
             raise BuildError(
                 "compiler-failed",
-                f"the compiled code gives output {index} the shape {list(shape)}, "
+                f"the compiled code gives output {index} the shape {list(shape)}{_unlike(torch_library, dtype, expected)}, "
                 f"eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}",
             )
         actual_strides.append(strides)
     return actual_strides
+
+
+def _unlike(functions: libtorch.LibTorch, dtype: int, expected: torch.Tensor) -> str:
+    return "" if dtype == functions.dtype(dtype_name(expected.dtype)) else " and another dtype"

@@ -4,15 +4,16 @@ A decision of torch for the sizes of the example must hold for all sizes, or the
 the symbols of its sizes are frozen: if torch evaluates `batch >= 16`, it uses the value of the example, and keeps no guard.  But
 the answer narrows the symbol's range.  With sizes 1 and 16, the range 1 to 16 becomes 16 alone.  The code then writes 16 rows for
 every call (torch 2.11 and 2.13: a 3 x 3 convolution).  So answers do not narrow ranges here.  The answer that selects an
-implementation of a convolution affects only the layout of memory, and may be that of the example.  Any other answer has to be the
-same for the smallest and the largest sizes.
+implementation of a convolution affects only the layout of memory, and may be that of the example.  `guard_or_false` and
+`guard_or_true` name the answer with which code is right for all sizes.  They give that one if the sizes disagree, as with the small
+products that Inductor computes without a library.  Any other answer has to be the same for the smallest and the largest sizes.
 
 If an assertion about a number fails, the message of Inductor's code has its own name of the number ("Expected u8 >= 20 but received
 12"), and no line of the model.  So the line of the assertion is added, or else the line that reads the number.
 
 Private interfaces (torch 2.11, 2.13): `ShapeEnv._check_frozen` and `ShapeEnv._maybe_guard_rel`, `torch._C._select_conv_backend`,
-`canonicalize_bool_expr`, `torch._inductor.ir.AssertScalar`, `GraphLowering.create_deferred_runtime_asserts`, and the expression of
-a SymInt or SymBool.
+`symbolic_shapes._guard_or`, `canonicalize_bool_expr`, `torch._inductor.ir.AssertScalar`,
+`GraphLowering.create_deferred_runtime_asserts`, and the expression of a SymInt or SymBool.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from unittest.mock import patch
 
 import sympy  # type: ignore[import-untyped]
 import torch
+import torch.fx.experimental.symbolic_shapes as symbolic_shapes
 from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
 from torch.export import ExportedProgram
@@ -39,7 +41,9 @@ from ...model.user_code import place
 MAKING = "create_deferred_runtime_asserts"
 """The method of Inductor that generates assertions about the numbers that a node reads."""
 
-METHODS = ((ShapeEnv, "_check_frozen"), (ShapeEnv, "_maybe_guard_rel"), (torch._C, "_select_conv_backend"))
+METHODS = (
+    (ShapeEnv, "_check_frozen"), (ShapeEnv, "_maybe_guard_rel"), (torch._C, "_select_conv_backend"), (symbolic_shapes, "_guard_or"),
+)  # fmt: skip
 
 
 @contextmanager
@@ -53,7 +57,7 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
             )
     limits = _limits(program)
     answers: dict[Any, Any] = {}
-    note, narrow = ShapeEnv._check_frozen, ShapeEnv._maybe_guard_rel
+    note, narrow, guard = ShapeEnv._check_frozen, ShapeEnv._maybe_guard_rel, symbolic_shapes._guard_or
 
     def noted(self: Any, expr: Any, value: Any) -> None:
         if self.frozen and _has_limits(expr, limits):
@@ -64,7 +68,14 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
         if not (self.frozen and _has_limits(expr, limits)):
             narrow(self, expr)
 
+    def general(condition: Any, default: bool) -> bool:
+        expr = condition.node.expr if isinstance(condition, torch.SymBool) else None
+        if _has_limits(expr, limits) and _otherwise(expr, not default, limits) is not None:
+            return default
+        return bool(guard(condition, default))
+
     with (
+        patch.object(*METHODS[3], general),
         patch.object(*METHODS[0], noted),
         patch.object(*METHODS[1], narrowed),
         patch.object(*METHODS[2], _of_example(torch._C._select_conv_backend)),

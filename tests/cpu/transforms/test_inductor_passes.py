@@ -139,6 +139,22 @@ def test_equal_outputs_are_tensors_of_their_own(tmp_path: Path) -> None:
             assert torch.equal(one, want)
 
 
+class Rotated(torch.nn.Module):
+    """Concatenates transposed values with two tensors without elements, as rotary embeddings of all columns do."""
+
+    def forward(self, x: Any) -> Any:
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        joined = torch.cat([heads[..., :0], heads + 1, heads[..., 4:]], -1)
+        return joined.view(-1, 6, 4)
+
+
+def test_a_concatenation_with_empty_tensors_can_be_viewed(tmp_path: Path) -> None:
+    """Inductor copied the one tensor that is left with its strides, for which the view does not exist."""
+    x = torch.rand(3, 6, 8)
+    with cgbundle.load(cgcompile.build(Rotated(), lambda: (x,), out=tmp_path / "rotated.cgb", target="cpu").path) as program:
+        assert torch.equal(program(x), Rotated()(x))
+
+
 def test_a_number_that_identity_is_a_part_of_is_compared() -> None:
     two, three = sympy.Integer(2), sympy.Integer(3)
     x = sympy.Symbol("x", integer=True, nonnegative=True)
