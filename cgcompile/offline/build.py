@@ -18,7 +18,7 @@ from cgbundle.self_test import key_text
 from ..bundle.choices import verdict, with_near_ties
 from ..bundle.emit import describe_size
 from ..bundle.proof import unproved
-from ..bundle.self_test import KeySelfTest, eager_self_test, replace_self_tests, with_left, write_self_test
+from ..bundle.self_test import KeySelfTest, eager_self_test, replace_self_tests, with_expected, write_self_test
 from ..export.programs import coarsest
 from ..model.source import sample
 from ..targets.architectures import arch
@@ -196,7 +196,7 @@ def _proved_entry(
         if key_verdict is None:
             return None
         verdicts.append(key_verdict)
-        self_tests.append(with_left(self_test, key_verdict.expected, entry.prepared, weights))
+        self_tests.append(with_expected(self_test, key_verdict.expected, entry.prepared, weights))
         return key_verdict.differences
 
     kept, proofs = proved(entry.dimensions, bounds, part.self_test.proofs, trials, within, spec.allow, entry.name, judge)
