@@ -4,13 +4,15 @@ A decision of torch for the sizes of the example must hold for all sizes, or the
 the symbols of its sizes are frozen: if torch evaluates `batch >= 16`, it uses the value of the example, and keeps no guard.  But
 the answer narrows the symbol's range.  With sizes 1 and 16, the range 1 to 16 becomes 16 alone.  The code then writes 16 rows for
 every call (torch 2.11 and 2.13: a 3 x 3 convolution).  So answers do not narrow ranges here.  The answer that selects an
-implementation of a convolution affects only the layout of memory, and may be that of the example.  Any other answer has to be the
-same for the smallest and the largest sizes.
+implementation of a convolution affects only the layout of memory, and may be that of the example.  A question with a default
+(`guard_or_false`) may get the default for all sizes: torch's code is then correct whatever the truth is, since sizes that depend on
+data get the same answer.  Any other answer has to be the same for the smallest and the largest sizes.
 
 If an assertion about a number fails, the message of Inductor's code has its own name of the number ("Expected u8 >= 20 but received
 12"), and no line of the model.  So the line of the assertion is added, or else the line that reads the number.
 
-Private interfaces (torch 2.11, 2.13): `ShapeEnv._check_frozen` and `ShapeEnv._maybe_guard_rel`, `torch._C._select_conv_backend`,
+Private interfaces (torch 2.11, 2.13): `ShapeEnv._check_frozen`, `ShapeEnv._maybe_guard_rel` and the argument `fallback_value` of
+`ShapeEnv.evaluate_expr`, `torch._C._select_conv_backend`,
 `canonicalize_bool_expr`, `torch._inductor.ir.AssertScalar`, `GraphLowering.create_deferred_runtime_asserts`, and the expression of
 a SymInt or SymBool.
 """
@@ -39,7 +41,12 @@ from ...model.user_code import place
 MAKING = "create_deferred_runtime_asserts"
 """The method of Inductor that generates assertions about the numbers that a node reads."""
 
-METHODS = ((ShapeEnv, "_check_frozen"), (ShapeEnv, "_maybe_guard_rel"), (torch._C, "_select_conv_backend"))
+METHODS = (
+    (ShapeEnv, "_check_frozen"), (ShapeEnv, "_maybe_guard_rel"), (torch._C, "_select_conv_backend"), (ShapeEnv, "evaluate_expr")
+)  # fmt: skip
+
+FALLBACK = 4
+"""The position of `fallback_value` among the arguments of `ShapeEnv.evaluate_expr`."""
 
 
 @contextmanager
@@ -53,10 +60,19 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
             )
     limits = _limits(program)
     answers: dict[Any, Any] = {}
-    note, narrow = ShapeEnv._check_frozen, ShapeEnv._maybe_guard_rel
+    defaults: list[Any] = []
+    note, narrow, evaluate = ShapeEnv._check_frozen, ShapeEnv._maybe_guard_rel, ShapeEnv.evaluate_expr
+
+    def evaluated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        defaults.append(kwargs.get("fallback_value", args[FALLBACK] if len(args) > FALLBACK else None))
+        try:
+            return evaluate(self, *args, **kwargs)
+        finally:
+            defaults.pop()
 
     def noted(self: Any, expr: Any, value: Any) -> None:
-        if self.frozen and _has_limits(expr, limits):
+        is_default = bool(defaults) and defaults[-1] is not None and value == defaults[-1]
+        if self.frozen and not is_default and _has_limits(expr, limits):
             answers.setdefault(expr, value)
         note(self, expr, value)
 
@@ -68,6 +84,7 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
         patch.object(*METHODS[0], noted),
         patch.object(*METHODS[1], narrowed),
         patch.object(*METHODS[2], _of_example(torch._C._select_conv_backend)),
+        patch.object(*METHODS[3], evaluated),
     ):
         yield
     for expr, value in answers.items():

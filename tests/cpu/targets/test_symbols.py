@@ -11,6 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.fx.experimental.symbolic_shapes import guard_or_false  # noqa: E402
+
 from cgcompile.targets.cpu.symbols import _limits, decided_alike  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402
 
@@ -66,6 +68,9 @@ def test_answers_narrow_nothing_and_have_to_be_alike_for_all_sizes() -> None:
     assert "=1 than for the largest sizes" in str(caught.value)
     with decided_alike(program):
         assert rows * 3 < 49
+        assert not guard_or_false((rows * 5 + 4) // 5 == 1), "the default, which is correct for one row, too"
+    with raises("size-decides"), decided_alike(program):
+        assert guard_or_false((rows * 5 + 4) // 5 > 9), "not the default"
     assert (rows + 1).node.expr.free_symbols, "the symbol is a number now"
 
 
