@@ -348,6 +348,13 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         # raised by the model's code, which ran in eager PyTorch
         reason = f"{type(error).__name__}: {first_line(error)}"
         return ModelError("export-differs", f"{place}: while torch.export traces it, the model fails here: {reason}")
+    if isinstance(error, UnsupportedOperatorException) and error.func.namespace not in ("aten", "prims"):
+        name = error.func.name().partition(".")[0]
+        return ModelError(
+            "export-failed", f"{place}: torch.export needs a fake implementation of the operator {name}, and it has none",
+            f"register a function that returns an empty tensor of the result's shape: @torch.library.register_fake({name!r}); "
+            "a bundle for a CPU also needs the operator in Python: torch.library.custom_op over PyTorch's operations",
+        )  # fmt: skip
     refused, hint = refused_body(error)
     reason = refused or f"{type(error).__name__}: {first_line(error)}"
     return ModelError("export-failed", f"{place}: torch.export cannot export the model: {reason}", hint)
