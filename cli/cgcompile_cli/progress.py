@@ -33,13 +33,13 @@ IMPORT = "import"
 
 LONG = {
     "export": "torch.export",
-    "padding": "calls that are filled up, beside eager PyTorch",
+    "padding": "comparing padded calls with eager PyTorch",
     "lower": "Inductor and its compilers",
     "host": "Inductor and g++, for what runs on the host",
     "record": "capturing every int_key, in two processes",
     "interpret": "running the kernels on the CPU",
-    "warm up": "what is compared is compiled",
-    "cold": "processes, one after the other",
+    "warm up": "compiling the models that are compared",
+    "cold": "starting processes, one after the other",
 }
 """Stages that may take half a minute, with descriptions."""
 
