@@ -1,4 +1,4 @@
-# Everything happens in .venv, which every target makes or brings up to date first.
+# Targets use .venv, and create or update it first.  `make wheel` needs only $(PYTHON) with pip.
 #   make demo       in a fresh clone: install, compile a real model, serve it without torch
 #   make llm        the same with a language model and OpenAI's protocol
 #   PYTHON=...      the Python (3.11 or newer) that .venv is made with
@@ -76,7 +76,7 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 # Needs no .venv, and so no torch: pip brings hatchling along.
-wheel: ## dist/cgbundle-....whl (the runtime) and dist/cgcompile-....whl (the rest, [serve] and the like behind it)
+wheel: ## dist/cgbundle-....whl (the runtime) and dist/cgcompile-....whl (compiler and commands, with the extras)
 	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./bundles .
 	@ls dist/*.whl
 

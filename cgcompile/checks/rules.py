@@ -2,8 +2,9 @@
 
 To add one, write a function of a RuleContext in the file of its group, and list it in RULES.  `mutated_buffer` makes findings of
 rule "mutated-buffer".  Its docstring has the paragraphs of the other rules ("What it looks for", "Why", "Effect", "Fix", "Source"),
-from which `make docs` writes the page of findings.  A finding of severity HOST moves its node to the host.  Add a model for which
-the rule fires, and one for which it does not, to tests/cpu/checks/test_checks.py.
+from which `make docs` writes the page of findings.  A finding of severity HOST moves its node to the host.  Nodes are those of
+torch.export before decomposition: `x.double()` is aten.to, not aten._to_copy.  Add a model for which the rule fires, and one for
+which it does not, to tests/cpu/checks/test_checks.py.
 """
 
 from __future__ import annotations

@@ -130,7 +130,9 @@ def _exported(
     except ModelError as error:
         if changed and error.code in STOPPED:  # changed attributes are the likely cause, and must be fixed in any case
             raise ModelError(
-                "state-changed", f"{changed[0].where or source.label}: {changed[0].message}, not a buffer: {error}", ATTRIBUTE_FIX
+                "state-changed",
+                f"{changed[0].where or source.label}: {changed[0].message}, which is not a buffer; then the export fails: {error}",
+                ATTRIBUTE_FIX,
             ) from error
         raise
     flat.watch = unwatched

@@ -37,6 +37,7 @@ from ..model.tracing.attributes import unregistered_attributes_kept
 from ..model.user_code import called_by, first_line, text_of, user_line, user_place
 from .assertions import settle_assertions
 from .exported import memory_order
+from .fixed_sizes import fixing_lines
 from .higher_order import body_constants, untraced
 from .higher_order.composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
@@ -52,20 +53,21 @@ def export_dynamic(
     # torch.export makes a dimension with one possible value a constant, so the range is larger than the declared sizes
     roots = {name: Dim(name, min=values[0], max=max(values[0] + 3, values[-1])) for name, values in sizes.items()}
     tensors = flat.like.tensors
-    try:
-        return _export(flat, tensors, _dynamic(shapes, roots))
-    except ModelError:
-        raise
-    except Exception as error:
-        narrower = _narrower(text_of(error), roots)
-        if narrower is None:
-            raise _explain(source, error, sizes) from error
-    try:
-        return _export(flat, tensors, _dynamic(shapes, narrower))
-    except ModelError:
-        raise
-    except Exception as error:
-        raise _explain(source, error, sizes) from error
+    with fixing_lines() as lines:
+        try:
+            return _export(flat, tensors, _dynamic(shapes, roots))
+        except ModelError:
+            raise
+        except Exception as error:
+            narrower = _narrower(text_of(error), roots)
+            if narrower is None:
+                raise _explain(source, error, sizes, lines) from error
+        try:
+            return _export(flat, tensors, _dynamic(shapes, narrower))
+        except ModelError:
+            raise
+        except Exception as error:
+            raise _explain(source, error, sizes, lines) from error
 
 
 def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
@@ -289,6 +291,8 @@ def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
 
 # --- error messages for failures of torch.export -------------------------------------------------------------------
 
+NO_LINES: Mapping[int, tuple[str, str]] = {}
+
 _INPUT_SIZE = r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]"
 """Matches torch.export's name for the size of an input's axis."""
 
@@ -305,16 +309,22 @@ SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor 
 """torch's error (2.11, 2.13) if the model converts a traced tensor to a tensor subclass."""
 
 
-def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
-    """Returns the ModelError for an error of torch.export.  `sizes`: of the dimensions that were dynamic."""
+def _explain(
+    source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]], fixing: Mapping[int, tuple[str, str]] = NO_LINES
+) -> ModelError:
+    """Returns the ModelError for an error of torch.export.  `sizes`: of the dimensions that were dynamic.  `fixing`: where the
+    model fixes a size, by its value."""
     text = text_of(error)
     fixed = _constants(text)
     for name in sizes:
         if name in fixed:
+            where, source_line = fixing.get(int(fixed[name]), ("", ""))
+            reason = f"the model's code fixes it to {fixed[name]}" + (f": {source_line}" if source_line else "")
             return ModelError(
                 "size-excluded",
-                f"{source.label}: dimension {name!r} cannot vary: the model's code fixes it to {fixed[name]}",
-                f"remove code that depends on the value of {name} (an if, int(), a constant in a view), or do not declare it",
+                f"{where or source.label}: dimension {name!r} cannot vary: {reason}",
+                f"remove code that depends on the value of {name} (an if, int(), a constant in a view), or do not declare it; "
+                "operators such as nn.GRU and nn.LSTM fix the number of steps",
             )
         if re.search(rf"\b{name}\b", text) and "onstraint" in text:
             lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
@@ -348,6 +358,13 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         # raised by the model's code, which ran in eager PyTorch
         reason = f"{type(error).__name__}: {first_line(error)}"
         return ModelError("export-differs", f"{place}: while torch.export traces it, the model fails here: {reason}")
+    if isinstance(error, UnsupportedOperatorException) and error.func.namespace not in ("aten", "prims"):
+        name = error.func.name().partition(".")[0]
+        return ModelError(
+            "export-failed", f"{place}: torch.export needs a fake implementation of the operator {name}, and it has none",
+            f"register a function that returns an empty tensor of the result's shape: @torch.library.register_fake({name!r}); "
+            "a bundle for a CPU also needs the operator in Python: torch.library.custom_op over PyTorch's operations",
+        )  # fmt: skip
     refused, hint = refused_body(error)
     reason = refused or f"{type(error).__name__}: {first_line(error)}"
     return ModelError("export-failed", f"{place}: torch.export cannot export the model: {reason}", hint)

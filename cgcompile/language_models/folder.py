@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise invalid(path, f"it cannot be read: {error.strerror}", DOWNLOAD) from None
     except ValueError as error:
-        raise invalid(path, f"it is no JSON: {error}", DOWNLOAD) from None
+        raise invalid(path, f"it is not JSON: {error}", DOWNLOAD) from None
     if not isinstance(value, dict):
         raise invalid(path, f"it holds a {type(value).__name__}, expected an object", DOWNLOAD)
     return value

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-BRANCH = "Python needs the value of a tensor to know how to go on"
+BRANCH = "Python needs the value of a tensor to continue"
 ASSERTED = "Python goes on only where this has the value that it has for the example inputs; the bundle asserts it"
 """The message of the obstacle asserted-value."""
 
-BRANCH_FIX = "choose with torch.where or torch.cond, loop with torch.while_loop; make what never changes in forward()"
+BRANCH_FIX = (
+    "choose values with torch.where, rows with a mask (x[mask]) and code with torch.cond; loop with torch.while_loop; "
+    "create constant tensors inside forward()"
+)
 LOOP_FIX = "loop over all there is (every expert), with a weight of 0 for what is not chosen"
 WHILE_FIX = (
     "loop over range(N) with a break or torch.where, or with torch.while_loop; suppress boxes with torchvision.ops.nms; "

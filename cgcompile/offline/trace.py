@@ -182,7 +182,7 @@ def summary(lowered: LoweredPrograms) -> str:
     counts = {method: chosen.count(method) for method in ("table", "nearest", "heuristic") if method in chosen}
     phrases = [f"{count} by {method}" for method, count in counts.items()]
     if counts and (single := len(chosen) - sum(counts.values())):
-        phrases.append(f"{single} with one to choose from")
+        phrases.append(f"{single} without a choice")
     text = ", ".join(phrases)
     return f"{len(chosen)} kernels" + (f"; configurations: {text}" if text else "")
 

@@ -96,7 +96,7 @@ def common_level(machine: str, flags: Collection[str]) -> Level | None:
 def foreign(level: Level, machine: str, flags: Collection[str]) -> str:
     """Returns why a machine with these `flags` of /proc/cpuinfo cannot run code of this level, or "" if it can."""
     if machine != level.machine:
-        return f"its code is for {level.machine}, and this machine is {machine}"
+        return f"the code is for {level.machine}, and this machine is {machine}"
     missing = sorted(set(level.features) - set(flags))
     return f"this processor lacks {', '.join(missing)}" if missing else ""
 

@@ -74,7 +74,8 @@ def _merged(name: str, verdicts: list[tuple[str, str]]) -> OperatorKind:
     if kinds == {"yes", "parts"}:
         kinds = {"yes"}
     kind = kinds.pop() if len(kinds) == 1 else "some"
-    why = next((why for overload_kind, why in verdicts if why and (overload_kind == kind or kind == "some")), "")
+    kinds_of_reasons = [kind] if kind != "some" else [*KINDS][::-1]  # what limits the operator, before what "yes" adds
+    why = next((why for wanted in kinds_of_reasons for overload_kind, why in verdicts if why and overload_kind == wanted), "")
     return OperatorKind(name=name, kind=kind, why=why)
 
 

@@ -148,6 +148,6 @@ def _function(op: Any) -> Callable[..., Any]:
     if function is None:
         raise ModelError(
             "operator-without-code",
-            f"{op.name()}: runs on the host without Python, and has no Python code for the CPU to be traced",
+            f"{op.name()}: runs on the host without Python, and PyTorch cannot trace its code for the CPU",
         )
     return function

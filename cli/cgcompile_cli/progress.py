@@ -33,18 +33,21 @@ IMPORT = "import"
 
 LONG = {
     "export": "torch.export",
-    "padding": "calls that are filled up, beside eager PyTorch",
+    "padding": "comparing padded calls with eager PyTorch",
     "lower": "Inductor and its compilers",
     "host": "Inductor and g++, for what runs on the host",
     "record": "capturing every int_key, in two processes",
     "interpret": "running the kernels on the CPU",
-    "warm up": "what is compared is compiled",
-    "cold": "processes, one after the other",
+    "warm up": "compiling the models that are compared",
+    "cold": "starting processes, one after the other",
 }
 """Stages that may take half a minute, with descriptions."""
 
 OFTEN = 10.0
 """Seconds between two lines about a long stage without a terminal."""
+
+SHORTEST = 1.0
+"""Seconds.  A shorter estimate is not shown: the running stage takes longer than in the earlier build, and its end is unknown."""
 
 
 BAR = 20
@@ -110,7 +113,7 @@ class Progress:
                 self._estimate.done(event.stage, event.seconds)
             return
         left = self._time_left(event.stage, event.seconds)
-        left_text = f", about {_about(left.seconds)} left" if left is not None else ""
+        left_text = f", about {_about(left.seconds)} left" if left is not None and left.seconds >= SHORTEST else ""
         if self._live is None and event.state == "start" and event.stage in LONG:
             begin(event.stage, LONG[event.stage] + left_text)
             self._last_line = 0.0
@@ -169,7 +172,7 @@ class Progress:
             taken = time.perf_counter() - self._begin
             left = self._time_left(self._stage, taken)
             bar = ProgressBar(total=1.0, completed=left.part, width=BAR) if left is not None else ""
-            left_text = f"{_about(left.seconds)} left" if left is not None else ""
+            left_text = f"{_about(left.seconds)} left" if left is not None and left.seconds >= SHORTEST else ""
             line.add_row(f"{safe(self._stage):<{NAMES}} {taken:>8.1f} s", self._spinner, bar, left_text, safe(self._detail))
         return line
 

@@ -93,7 +93,7 @@ def unreadable(error: CallError, spec: TensorSpec, value: object) -> CallError:
     elif isinstance(value, tuple | list) and any(hasattr(item, "shape") for item in value):
         hint = "every input is an argument of its own: program(*inputs)"
     elif isinstance(value, list | tuple | int | float | complex):
-        numpys = not spec.dtype.startswith(("bfloat", "float8"))
+        numpys = not spec.dtype.startswith(("bfloat", "float8")) and "expected a torch tensor like" not in str(error)
         make = f"numpy.asarray(value, dtype={spec.dtype!r})" if numpys else f"torch.tensor(value, dtype=torch.{spec.dtype})"
         hint = f"make a tensor of it: {make}"
     shape = ", ".join(map(text, spec.shape))

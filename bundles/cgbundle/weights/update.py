@@ -302,7 +302,7 @@ def _check_names(listed: Iterable[object], manifest: Manifest) -> None:
     near = packed or get_close_matches(name, known, 1, 0.5)
     shown = ", ".join(map(repr, near or list(known)[:3])) + ("" if near else " ...")
     hint = UNPACK if packed else _prefix(name, names, known)
-    raise invalid(f"the program has no weight {name!r}, but {shown}", hint)
+    raise invalid(f"the program has no weight {name!r}; it has {shown}", hint)
 
 
 PACKED = "_packed_params"

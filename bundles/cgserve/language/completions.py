@@ -164,9 +164,9 @@ def object_of(text: bytes) -> dict[str, Any]:
         if b"\\u" in text:  # JSON allows half a surrogate pair, but text does not
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise Refusal(400, "the body is no JSON") from None
+        raise Refusal(400, "the body is not JSON") from None
     if not isinstance(body, dict):
-        raise Refusal(400, "the body is no JSON object")
+        raise Refusal(400, "the body is not a JSON object")
     return {name: value for name, value in body.items() if value is not None}
 
 

@@ -39,6 +39,9 @@ Identity = tuple[tuple[int, int, int], ...]
 GPU_FAILED = "driver-failed"
 """The code of the error after which the CUDA context is lost, so that no call of this process can use the GPU."""
 
+OWN_SERVER = "load the bundle in a server of your own, with a session for each client: program.session()"
+"""The remedy where the protocol can serve no entry of a bundle."""
+
 
 class Watch:
     """Gets events of models; this class ignores them."""
@@ -204,7 +207,7 @@ class Version:
             except NotServable as error:
                 self.not_served[entry.name] = str(error)
         if not ports and not language:
-            raise Refused("; ".join([f"entry {name}: {why}" for name, why in self.not_served.items()]))
+            raise Refused("; ".join([f"entry {name}: {why}" for name, why in self.not_served.items()]), OWN_SERVER)
         if language and self._first:
             return ports
         compare = {entry.name: entry.self_test.compare for entry in manifest.entries}

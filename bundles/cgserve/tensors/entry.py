@@ -32,7 +32,7 @@ class Ports:
 def describe(entry: Any, random: int | None) -> Ports:
     """Returns the ports of an entry; `random`: the index of the buffer of random numbers.  Raises NotServable."""
     if set(entry.mutated_buffers) - {random} or entry.mutated_inputs:
-        raise NotServable("its calls change its state or its inputs: whose they are, the protocol cannot say")
+        raise NotServable("its calls change its state or its inputs, and requests of the protocol have no session")
     sides = list[tuple[Port, ...]]()
     for specs in (entry.inputs, entry.outputs):
         unknown = [spec for spec in specs if spec.dtype not in DATATYPES]

@@ -108,9 +108,9 @@ def read_request(body: bytes, header: str | None, inputs: Sequence[Port], output
     try:
         request = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        _refuse(f"the request is no JSON: {error}")
+        _refuse(f"the request is not JSON: {error}")
     if type(request) is not dict:
-        _refuse("the request is no JSON object")
+        _refuse("the request is not a JSON object")
     name = request.get("id", "")
     if type(name) is not str:
         _refuse("id: expected a string")

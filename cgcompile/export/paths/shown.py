@@ -37,6 +37,17 @@ def condition(line: str) -> str:
     return match[1] if match else line
 
 
+def _targets(body_graphs: Mapping[bool, str], joined_graph: str, condition_text: str) -> list[str]:
+    """Returns the graphs after a branch, each with its condition.  A side without operations has no graph of its own."""
+    sides = [(True, f"({condition_text})"), (False, f"not ({condition_text})")]
+    bodies = [(body_graphs[side], text) for side, text in sides if body_graphs[side]]
+    joined = [f"then {joined_graph}"] if joined_graph else []
+    if len(bodies) == 1:
+        return [f"{bodies[0][0]} if {bodies[0][1]}", *(joined or ["else the end"])]
+    names = [body_graphs[side] or joined_graph or "the end" for side in (True, False)]
+    return [f"{names[0]} if ({condition_text})", f"{names[1]} if not", *joined]
+
+
 class _Shown:
     def __init__(self, traced: TracedPaths, reached: Mapping[Asked, Set[bool]]) -> None:
         self._traced, self._reached = traced, reached
@@ -67,11 +78,7 @@ class _Shown:
             empty = {side: way.markers[number - 1] + 1 >= end for side, (way, end) in sides.items()}
             body_graphs = {side: "" if empty[side] else self.new() for side in (True, False)}
             joined_graph = "" if join.ends else self.new()
-            targets = [
-                f"{body_graphs[True] or joined_graph or 'the end'} if ({condition_text})",
-                f"{body_graphs[False] or joined_graph or 'the end'} if not",
-                *([f"then {joined_graph}"] if joined_graph else []),
-            ]
+            targets = _targets(body_graphs, joined_graph, condition_text)
             answers = self._reached.get(line.answers[: number - 1], set())
             took = "both" if len(answers) == 2 else "no" if not answers else "the first" if True in answers else "the second"
             text = f"{graph} -> {', '.join(targets)}; example inputs took {took} way{'s' if took == 'both' else ''}"

@@ -1,6 +1,8 @@
 """Decompositions of operations without a Triton kernel in Inductor into operations that have one.  `REPLACED` maps operations of
 the exported program, before torch decomposes them.  `decompositions()` maps the smaller operations of the retraced graph.
 Functions there return NotImplemented if Inductor lowers the case well itself.  A large one has a file of its own in this folder.
+To add one, look at the graph of torch.export: an operation that is there goes to `REPLACED`, an operation that only torch's own
+decompositions create goes to `decompositions()`.
 tests/cpu/offline/test_decompositions.py compares them with PyTorch's operators.  `cgcompile operators --target sm_90` lists the
 operators without a kernel.
 

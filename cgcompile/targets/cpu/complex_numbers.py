@@ -42,11 +42,11 @@ def complex_decompositions() -> Iterator[None]:
 
 
 def _for_complex(function: Callable[..., Any], plain: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Returns a decomposition: `function` if an argument is complex, else Inductor's own."""
+    """Returns a decomposition: `function` if an argument is complex, and Inductor's own if none is or `function` has none."""
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        if _complex([*args, *kwargs.values()]):
-            return function(*args, **kwargs)
+        if _complex([*args, *kwargs.values()]) and (result := function(*args, **kwargs)) is not NotImplemented:
+            return result
         return NotImplemented if plain is None else plain(*args, **kwargs)
 
     return decomposed

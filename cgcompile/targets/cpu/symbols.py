@@ -70,7 +70,7 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
 
     def general(condition: Any, default: bool) -> bool:
         expr = condition.node.expr if isinstance(condition, torch.SymBool) else None
-        if _has_limits(expr, limits) and _otherwise(expr, not default, limits) is not None:
+        if _has_limits(expr, limits) and _otherwise(expr, not default, limits, {}) is not None:
             return default
         return bool(guard(condition, default))
 
@@ -81,11 +81,24 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
         patch.object(*METHODS[2], _of_example(torch._C._select_conv_backend)),
     ):
         yield
+    axes = _axes(program)
     for expr, value in answers.items():
-        if (other := _otherwise(expr, value, limits)) is not None:
+        if (other := _otherwise(expr, value, limits, axes)) is not None:
             raise BuildError(
                 "size-decides", f"torch compiles different code for {other} than for the largest sizes: {expr} is {value} there"
             )
+
+
+def _axes(program: ExportedProgram) -> dict[Any, str]:
+    """Returns the first axis of an input whose size is a symbol, such as "axis 1 of input 0", for each symbol."""
+    values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    inputs = values[len(values) - len(program.graph_signature.user_inputs) :]
+    axes: dict[Any, str] = {}
+    for number, value in enumerate(inputs):
+        for axis, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt):
+                axes.setdefault(size.node.expr, f"axis {axis} of input {number}")
+    return axes
 
 
 def _limits(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
@@ -102,12 +115,13 @@ def _has_limits(expr: Any, limits: Mapping[Any, tuple[int, int]]) -> bool:
     return symbols is not None and bool(symbols) and symbols <= limits.keys()
 
 
-def _otherwise(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]]) -> str | None:
+def _otherwise(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]], axes: Mapping[Any, str]) -> str | None:
     """Returns the extreme sizes at which `expr` is not `value`, as text."""
     symbols = sorted(expr.free_symbols, key=str)
     for corner in product(*[limits[symbol] for symbol in symbols]):
         if sympy.sympify(expr.subs(dict(zip(symbols, corner, strict=True)))) != value:
-            return ", ".join(f"{symbol}={size}" for symbol, size in zip(symbols, corner, strict=True))
+            named = [(f"{symbol}={size}", axes.get(symbol, "")) for symbol, size in zip(symbols, corner, strict=True)]
+            return ", ".join([f"{text} ({axis})" if axis else text for text, axis in named])
     return None
 
 

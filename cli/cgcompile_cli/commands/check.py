@@ -126,7 +126,9 @@ def _summary(report: Report) -> str:
         return "none"
     groups = grouped(report.findings)
     counts = [(severity, sum(group[0].severity == severity for group in groups)) for severity in MEANING]
-    return ", ".join([f"{number} {severity} ({MEANING[severity]})" for severity, number in counts if number])
+    plurals = {"note": "notes"}
+    names = [(number, plurals.get(severity, severity) if number > 1 else severity, severity) for severity, number in counts]
+    return ", ".join([f"{number} {name} ({MEANING[severity]})" for number, name, severity in names if number])
 
 
 def _finding(group: Sequence[Finding]) -> RenderableType:

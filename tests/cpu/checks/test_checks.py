@@ -611,6 +611,17 @@ def test_what_stops_the_export_is_a_finding(function: Callable[..., Any], rule: 
     assert "was not checked" in report.findings[0].effect and report.unpartitioned
 
 
+def test_an_operator_of_cpp_without_a_fake_implementation_is_named_with_the_remedy(tmp_path: Path) -> None:
+    library = torch.library.Library("cgchecks_cpp", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    model = Model(lambda m, x: torch.ops.cgchecks_cpp.twice(x) + 1)
+    with raises("export-failed", match="needs a fake implementation of the operator cgchecks_cpp::twice") as caught:
+        cgcompile.build(model, rows, sizes=[1, 2], target="cpu", out=tmp_path / "x.cgb")
+    assert "register_fake('cgchecks_cpp::twice')" in caught.value.hint
+    library._destroy()
+
+
 def test_what_stops_only_a_dynamic_export_is_found_in_the_programs_of_the_sizes() -> None:
     report = cgcompile.check(Model(lambda m, x: x.to_sparse().to_dense()), rows, target="cuda")
     (refusal,) = report.findings

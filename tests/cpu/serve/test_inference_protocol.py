@@ -76,10 +76,10 @@ def changed(which: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"{", "the request is no JSON: "),
-        (b"\xff", "the request is no JSON: "),
+        (b"{", "the request is not JSON: "),
+        (b"\xff", "the request is not JSON: "),
         (b'{"inputs": [NaN]}', "NaN is not a number of JSON"),
-        ([], "the request is no JSON object"),
+        ([], "the request is not a JSON object"),
         ({}, "inputs: expected a list of objects with a name"),
         ({"inputs": [{"name": 1}]}, "inputs: expected a list of objects with a name"),
         (request(id=5), "id: expected a string"),

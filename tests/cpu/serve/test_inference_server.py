@@ -246,7 +246,7 @@ def test_bytes_both_ways(server: Server, eager: Any) -> None:
         ("POST", "/v2/models/tiny/versions/x/infer", 404, "version 'x' of 'tiny' does not serve; version 1 does"),
         ("POST", "/v2/models/other/ready", 405, "Method Not Allowed"),
         ("GET", "/nothing", 404, "Not Found"),
-        ("POST", "/v2/models/tiny/infer", 400, "the request is no JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("POST", "/v2/models/tiny/infer", 400, "the request is not JSON: Expecting value: line 1 column 1 (char 0)"),
     ],
 )
 def test_errors_are_the_protocols(server: Server, method: str, path: str, status: int, message: str) -> None:

@@ -160,12 +160,12 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "field", "text"),
     [
-        ("completions", b"{", 400, None, "the body is no JSON"),
-        ("completions", b"[" * 100_000, 400, None, "the body is no JSON"),
-        ("completions", rb'{"prompt": "\ud800"}', 400, None, "the body is no JSON"),
+        ("completions", b"{", 400, None, "the body is not JSON"),
+        ("completions", b"[" * 100_000, 400, None, "the body is not JSON"),
+        ("completions", rb'{"prompt": "\ud800"}', 400, None, "the body is not JSON"),
         ("completions", {"prompt": ["a", "b"], "n": 17}, 400, "n", "n: 34 answers asked for; 32 requests may be open"),
         ("completions", {"prompt": "a", "top_p": float("nan")}, 400, "top_p", "top_p: expected a number from 0 to 1"),
-        ("completions", [], 400, None, "the body is no JSON object"),
+        ("completions", [], 400, None, "the body is not a JSON object"),
         ("completions", {}, 400, "prompt", "prompt: expected a string, a list of tokens, or a list of these"),
         ("completions", {"prompt": []}, 400, "prompt", "prompt: expected a string, a list of tokens, or a list of these"),
         ("completions", {"prompt": ""}, 400, "prompt", "prompt: no token"),

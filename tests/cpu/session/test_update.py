@@ -205,7 +205,7 @@ def with_other(name: str, value: Any) -> dict[str, Any]:
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "name": (lambda folder: with_other("0.wieght", torch.ones(1)), "the program has no weight '0.wieght', but '0.weight'"),
+    "name": (lambda folder: with_other("0.wieght", torch.ones(1)), "the program has no weight '0.wieght'; it has '0.weight'"),
     "shape": (lambda folder: with_other("2.bias", torch.ones(4)), r"weight '2.bias': expected shape \[3\], got \[4\]"),
     "dtype": (lambda folder: with_other("2.bias", torch.ones(3).half()), "weight '2.bias': expected float32, got float16"),
     "no tensor": (lambda folder: with_other("2.bias", [1.0, 2.0, 3.0]), "weight '2.bias': expected a NumPy array"),

@@ -21,6 +21,10 @@ from tests.helpers.raising import raises
 TABLES = {target: {operator.name: operator for operator in operators(target)} for target in ("sm_90", "cuda", "cpu")}
 
 
+def test_the_reason_of_some_is_what_limits_the_operator() -> None:
+    assert TABLES["sm_90"]["aten.gru"].kind == "some" and TABLES["sm_90"]["aten.gru"].why.startswith("with dropout: ")
+
+
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["operators", *arguments, "--quiet"], prog_name="cgcompile", env={"COLUMNS": "80"})
 

@@ -82,6 +82,18 @@ def test_an_earlier_build_says_what_is_left(known: None, program: str) -> None:
     assert again.left("never seen", 1.0) is None and Estimate("a", "sm_90").left("lower", 5.0) is None
 
 
+def test_no_time_is_shown_where_nothing_of_the_earlier_build_is_left(known: None, capsys: pytest.CaptureFixture[str]) -> None:
+    first = Estimate("short end", "cpu")
+    for stage, seconds in (("export", 20.0), ("lower", 70.0), ("verify", 0.1)):
+        first.done(stage, seconds)
+    first.keep()
+    with watching(quiet=False, estimate=Estimate("short end", "cpu")) as watch:
+        assert watch is not None
+        watch(Event(stage="export", state="done", text="9 nodes", seconds=20.0))
+        watch(Event(stage="lower", state="detail", text="1 of 2 files", seconds=80.0))
+    assert capsys.readouterr().err.splitlines()[-1].endswith("1 of 2 files")
+
+
 def test_a_log_hears_what_is_left(known: None, capsys: pytest.CaptureFixture[str]) -> None:
     with watching(quiet=False, estimate=Estimate("a", "cpu")) as watch:
         assert watch is not None

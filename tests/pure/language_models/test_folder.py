@@ -70,7 +70,7 @@ BROKEN = {
         "config.json: the weights are quantized (fp8), and none of these are read",
     ),
     "no model type": (lambda at: (at / "config.json").write_text("{}"), "config.json: it names no model_type"),
-    "no JSON": (lambda at: (at / "config.json").write_text("{"), "config.json: it is no JSON: "),
+    "no JSON": (lambda at: (at / "config.json").write_text("{"), "config.json: it is not JSON: "),
 }
 
 

@@ -91,7 +91,7 @@ def test_a_level_that_cannot_be_run_here_is_refused() -> None:
     check_level(level, "x86_64", level.features)
     with raises("target-unavailable", match=r"target x86-64-v3: this processor lacks avx2, fma; a build verifies its code"):
         check_level(level, "x86_64", set(level.features) - {"avx2", "fma"})
-    with raises("target-unavailable", match=r"target x86-64-v3: its code is for x86_64, and this machine is aarch64"):
+    with raises("target-unavailable", match=r"target x86-64-v3: the code is for x86_64, and this machine is aarch64"):
         check_level(level, "aarch64", level.features)
 
 
@@ -101,7 +101,7 @@ def test_a_version_of_arm_is_a_level_of_its_machines_alone() -> None:
     check_level(upper, "aarch64", upper.features)
     with raises("target-unavailable", match=r"target armv8.2-a: this processor lacks atomics"):
         check_level(upper, "aarch64", set(upper.features) - {"atomics"})
-    with raises("target-unavailable", match=r"target armv8-a: its code is for aarch64, and this machine is x86_64"):
+    with raises("target-unavailable", match=r"target armv8-a: the code is for aarch64, and this machine is x86_64"):
         check_level(lower, "x86_64", lower.features)
 
 

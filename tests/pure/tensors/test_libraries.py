@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from cgbundle.format import spans
+from cgbundle.format.schema import TensorSpec
 from cgbundle.tensors import tensor
+from cgbundle.tensors.input_errors import unreadable
 from cgbundle.tensors.library import Descriptor, library_of
 from cgbundle.tensors.numpy_arrays import Numpy
 from cgbundle.tensors.tensor import DLPack, Tensor
@@ -243,6 +245,14 @@ def test_numpy_beside_torch_is_refused() -> None:
     _, lib = torch_library()
     with raises("input-kind", match="input 'x': expected a torch tensor like the first input, got numpy.ndarray"):
         lib.take(BASE, "x")
+
+
+def test_a_number_beside_torch_is_answered_with_a_torch_tensor() -> None:
+    _, lib = torch_library()
+    spec = TensorSpec(name="x", dtype="float32", shape=(), order=())
+    with raises("input-kind") as caught:
+        lib.take(0.5, "x")
+    assert unreadable(caught.value, spec, 0.5).hint == "make a tensor of it: torch.tensor(value, dtype=torch.float32)"
 
 
 def test_a_torch_tensor_elsewhere_has_a_device_that_no_program_has() -> None:

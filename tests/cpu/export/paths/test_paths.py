@@ -14,6 +14,7 @@ from torch import nn
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
 from cgcompile.export.paths import merge
+from cgcompile.export.paths.shown import _targets
 from cgcompile.model.load import load_source
 from tests.helpers.models.path_models import (
     Again,
@@ -109,6 +110,19 @@ def test_the_tree_is_told_as_pytorch_tells_it() -> None:
     (note,) = [obstacle for obstacle in exported_once(Foo).obstacles if obstacle.rule == "path"]
     assert note.message.startswith("Graph[0] -> Graph[1] if (y.sum() > 0), Graph[2] if not, then Graph[3]; example inputs took ")
     assert note.source.startswith("if y.sum() > 0:") and "path_models.py:" in note.where
+
+
+@pytest.mark.parametrize(
+    ("bodies", "joined", "text"),
+    [
+        ({True: "Graph[1]", False: ""}, "Graph[2]", "Graph[1] if (c), then Graph[2]"),
+        ({True: "", False: "Graph[1]"}, "Graph[2]", "Graph[1] if not (c), then Graph[2]"),
+        ({True: "Graph[1]", False: ""}, "", "Graph[1] if (c), else the end"),
+        ({True: "Graph[1]", False: "Graph[2]"}, "", "Graph[1] if (c), Graph[2] if not"),
+    ],
+)
+def test_a_side_without_operations_has_no_graph(bodies: dict[bool, str], joined: str, text: str) -> None:
+    assert ", ".join(_targets(bodies, joined, "c")) == text
 
 
 def test_progress_counts_the_exported_paths() -> None:
