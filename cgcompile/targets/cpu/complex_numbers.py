@@ -72,11 +72,11 @@ def scalar(value: Number, *, dtype: torch.dtype | None = None, **kwargs: Any) ->
 
 
 def add(x: Tensor, y: Tensor | Number, *, alpha: Number = 1) -> Tensor:
-    return NotImplemented if isinstance(y, Tensor) else x + _tensor(y * alpha, x)
+    return NotImplemented if isinstance(y, Tensor) or x.is_complex() else x + _tensor(y * alpha, x)
 
 
 def mul(x: Tensor, y: Tensor | Number) -> Tensor:
-    return NotImplemented if isinstance(y, Tensor) else multiply(x, y)
+    return NotImplemented if isinstance(y, Tensor) or x.is_complex() else multiply(x, y)
 
 
 def sub(x: Tensor, y: Tensor, *, alpha: Number = 1) -> Tensor:
