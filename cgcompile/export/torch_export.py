@@ -37,12 +37,12 @@ from ..model.tracing.attributes import unregistered_attributes_kept
 from ..model.user_code import called_by, first_line, text_of, user_line, user_place
 from .assertions import settle_assertions
 from .exported import memory_order
-from .fixed_sizes import fixing_lines
 from .higher_order import body_constants, untraced
 from .higher_order.composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
 from .higher_order.refused_bodies import refused_body
 from .higher_order.shared_memory import copy_shared
+from .signature.fixed_sizes import fixing_lines
 from .torch_program import move_graph
 
 

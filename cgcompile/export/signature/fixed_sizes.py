@@ -13,7 +13,7 @@ from unittest.mock import patch
 import sympy  # type: ignore[import-untyped]
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..model.user_code import here
+from ...model.user_code import here
 
 REPLACE = "_set_replacement"
 
