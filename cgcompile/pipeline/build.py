@@ -155,7 +155,7 @@ def _build(
             fresh = None
             fresh_stack.close()  # it holds a second copy of the weights
             signatures = [describe_signature(entry) for entry in exported]
-            tell.result(", ".join([_nodes(entry.programs) for entry in exported]))
+            tell.result(_nodes([entry.programs for entry in exported]))
         with stages("check") as tell:
             kind, conditionals = "cpu" if chosen.recorder == "host" else "cuda", chosen.recorder in CONDITIONALS
             crossed = chosen.recorder == "cross-compile"
@@ -365,11 +365,15 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _nodes(programs: Programs) -> str:
-    """Returns a text with the number of nodes, and why there is one program for each int_key."""
-    counts = sorted({len(program.graph.nodes) for _, program in programs.distinct})
-    nodes = _counted(counts[0], "node") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} nodes"
-    return nodes if programs.dynamic else f"exported per size, {nodes}: {programs.reason}"
+def _nodes(exported: Sequence[Programs]) -> str:
+    """Returns a text with the number of nodes of every entry, and why there is one program for each int_key."""
+    nodes: dict[str, list[str]] = {}
+    for programs in exported:
+        counts = sorted({len(program.graph.nodes) for _, program in programs.distinct})
+        reason = "" if programs.dynamic else f", exported per size: {programs.reason}"
+        text = _counted(counts[0], "node") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} nodes"
+        nodes.setdefault(reason, []).append(text)
+    return "; ".join([f"{', '.join(texts)}{reason}" for reason, texts in nodes.items()])
 
 
 def _recorded_options(options: Options, recorder: str) -> dict[str, str]:

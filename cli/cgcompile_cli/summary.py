@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -349,6 +351,12 @@ def files(manifest: Manifest) -> Table:
     rows += [(size(file.bytes), file.path) for file in manifest.files if file.path.rpartition("/")[0] not in many]
     rows += [(size(sum(folders[folder])), f"{folder}/ ({count(len(folders[folder]), 'file')})") for folder in sorted(many)]
     return table((">", ""), first_rows(rows, 1))
+
+
+def serve_line(path: str, model: str) -> str:
+    """Returns the command that serves the bundle of a language model.  `model`: as in `cgcompile build`."""
+    tokenizer = f" --tokenizer {shlex.quote(model)}" if os.path.isdir(model) else ""
+    return f"cgcompile serve {shlex.quote(path)}{tokenizer}"
 
 
 def load_lines(path: str, manifest: Manifest, entries: Sequence[EntrySpec] = ()) -> list[str]:

@@ -177,7 +177,8 @@ def build(
     if estimate is not None:
         estimate.keep()
     if not quiet:
-        show(_summary(built, time.perf_counter() - begin, progress.stages() if verbose and progress else None), sys.stderr)
+        stages = progress.stages() if verbose and progress else None
+        show(_summary(built, model, time.perf_counter() - begin, stages), sys.stderr)
     if as_json:
         from ..summary import plain
 
@@ -186,13 +187,16 @@ def build(
         sys.stdout.write(f"{built.path}\n")
 
 
-def _summary(built: Built, seconds: float, stages: Table | None) -> Table:
+def _summary(built: Built, model: str, seconds: float, stages: Table | None) -> Table:
+    from cgserve.language.bundle_model import is_language_model
+
     from .. import summary
     from ..inspection import overview, program_rows
 
     manifest, many = built.manifest, len(built.manifest.entries) > 1
     distinct = dict.fromkeys([finding for entry in manifest.entries for finding in entry.findings])
-    findings = list(dict.fromkeys(map(_line, distinct)))
+    served = is_language_model(manifest)  # the server pads the calls, and the network of the build writes to its cache
+    findings = list(dict.fromkeys([_line(finding) for finding in distinct if not (served and finding.rule == "mutated-buffer")]))
     fields: list[Field] = [
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
         ("target", ", ".join(built.variants) or summary.target(manifest.target)),
@@ -211,12 +215,16 @@ def _summary(built: Built, seconds: float, stages: Table | None) -> Table:
         suffix = f" {entry.name}" if many else ""
         fields += [(f"programs{suffix}", program_rows.programs(entry)), *program_rows.lowering_fields(entry, suffix)]
         fields.append((f"proof{suffix}", _proof(manifest, entry, dict(built.seconds))))
-    notes = [f"{entry.name}: {line}" if many else line for entry in manifest.entries for line in summary.unpadded(entry)]
+    notes = [
+        f"{entry.name}: {line}" if many else line
+        for entry in manifest.entries if not served for line in summary.unpadded(entry)
+    ]  # fmt: skip
     return record([
         *fields,
         *([("findings", first_lines(findings))] if findings else []),
         *([("allowed", listed(manifest.allowed))] if manifest.allowed else []),
         *([("stages", stages)] if stages else []),
+        *([("serve", summary.serve_line(str(built.path), model))] if served else []),
         ("load", summary.load_lines(str(built.path), manifest)),
         *([("note:", notes)] if notes else []),
     ])  # fmt: skip

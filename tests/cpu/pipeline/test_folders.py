@@ -48,6 +48,9 @@ def test_a_folder_becomes_a_bundle(llama: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Tiny-0.1B.cgb\n" and "Loading weights" not in done.stderr
+    text = " ".join(done.stderr.split())
+    assert f"serve cgcompile serve Tiny-0.1B.cgb --tokenizer {llama}" in text
+    assert "other sizes are refused" not in text and "mutated-buffer" not in text
     model = causal_model(str(llama))
     with cgbundle.load(tmp_path / "Tiny-0.1B.cgb") as program:
         assert set(program.entries) == {"prefill", "decode", "choose"} and program.manifest.name == "Tiny-0.1B"

@@ -532,6 +532,6 @@ def test_a_build_tells_which_weights_no_update_can_change(capsys: pytest.Capture
     base = tiny_bundle.manifest()
     folded = replace(base, frozen=(FrozenWeight(weight=0, reason="folded", sha256="0" * 64),))
     for manifest, is_folded in ((base, False), (folded, True)):
-        show(build._summary(Built(path=Path("tiny.cgb"), manifest=manifest, seconds=()), 1.0, None), sys.stderr)
+        show(build._summary(Built(path=Path("tiny.cgb"), manifest=manifest, seconds=()), "tiny.py", 1.0, None), sys.stderr)
         (line,) = [*[row for row in capsys.readouterr().err.splitlines() if base.weights[0].name in row], ""][:1]
         assert ("folded" in line) == is_folded
