@@ -42,7 +42,7 @@ from .higher_order.composite_operators import give_sizes_at_once, without_compos
 from .higher_order.expand import expanded
 from .higher_order.refused_bodies import refused_body
 from .higher_order.shared_memory import copy_shared
-from .signature.fixed_sizes import fixing_lines
+from .signature.constant_sizes import Lines, constant_size_lines
 from .torch_program import move_graph
 
 
@@ -53,7 +53,7 @@ def export_dynamic(
     # torch.export makes a dimension with one possible value a constant, so the range is larger than the declared sizes
     roots = {name: Dim(name, min=values[0], max=max(values[0] + 3, values[-1])) for name, values in sizes.items()}
     tensors = flat.like.tensors
-    with fixing_lines() as lines:
+    with constant_size_lines() as lines:
         try:
             return _export(flat, tensors, _dynamic(shapes, roots))
         except ModelError:
@@ -291,7 +291,7 @@ def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
 
 # --- error messages for failures of torch.export -------------------------------------------------------------------
 
-NO_LINES: Mapping[int, tuple[str, str]] = {}
+NO_LINES: Lines = {}
 
 _INPUT_SIZE = r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]"
 """Matches torch.export's name for the size of an input's axis."""
@@ -309,16 +309,15 @@ SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor 
 """torch's error (2.11, 2.13) if the model converts a traced tensor to a tensor subclass."""
 
 
-def _explain(
-    source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]], fixing: Mapping[int, tuple[str, str]] = NO_LINES
-) -> ModelError:
-    """Returns the ModelError for an error of torch.export.  `sizes`: of the dimensions that were dynamic.  `fixing`: where the
-    model fixes a size, by its value."""
+def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]], lines: Lines = NO_LINES) -> ModelError:
+    """Returns the ModelError for an error of torch.export.  `sizes`: of the dimensions that were dynamic.  `lines`: those that make
+    a size constant."""
     text = text_of(error)
     fixed = _constants(text)
     for name in sizes:
         if name in fixed:
-            where, source_line = fixing.get(int(fixed[name]), ("", ""))
+            places = lines.get(int(fixed[name]), set())
+            where, source_line = next(iter(places)) if len(places) == 1 else ("", "")  # several: another size may have this value
             reason = f"the model's code fixes it to {fixed[name]}" + (f": {source_line}" if source_line else "")
             return ModelError(
                 "size-excluded",
@@ -327,8 +326,8 @@ def _explain(
                 "operators such as nn.GRU and nn.LSTM fix the number of steps",
             )
         if re.search(rf"\b{name}\b", text) and "onstraint" in text:
-            lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
-            line = next((line for line in lines if line.startswith("Not all values")), lines[0])
+            named = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
+            line = next((line for line in named if line.startswith("Not all values")), named[0])
             return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):  # the latter: from operators like torch.cov
         place, line = user_place(error)

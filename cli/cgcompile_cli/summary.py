@@ -354,9 +354,11 @@ def files(manifest: Manifest) -> Table:
 
 
 def serve_line(path: str, model: str) -> str:
-    """Returns the command that serves the bundle of a language model.  `model`: as in `cgcompile build`."""
-    tokenizer = f" --tokenizer {shlex.quote(model)}" if os.path.isdir(model) else ""
-    return f"cgcompile serve {shlex.quote(path)}{tokenizer}"
+    """Returns the command that serves the bundle of a language model.  `model`: as in `cgcompile build`; a GGUF file has become a
+    folder beside the bundle."""
+    converted = os.path.join(os.path.dirname(path), os.path.basename(model).removesuffix(".gguf"))
+    folder = model if os.path.isdir(model) else converted if model.endswith(".gguf") else "FOLDER"
+    return f"cgcompile serve {shlex.quote(path)} --tokenizer {shlex.quote(folder)}"
 
 
 def load_lines(path: str, manifest: Manifest, entries: Sequence[EntrySpec] = ()) -> list[str]:

@@ -163,7 +163,7 @@ class Entry:
             except CallError as error:
                 from ..tensors.input_errors import unreadable  # only where a call has failed
 
-                raise unreadable(error, spec, tensor) from None
+                raise unreadable(error, spec, tensor, library.name) from None
             if descriptor[2] != spec.dtype:
                 self._check_cast(len(values), descriptor)
                 casts.append(len(values))

@@ -85,15 +85,15 @@ def wrong_dtype(spec: TensorSpec, dtype: str, *, written: bool) -> CallError:
     return CallError("input-dtype", f"input {spec.name!r}: expected dtype {spec.dtype}, got {dtype}", hint)
 
 
-def unreadable(error: CallError, spec: TensorSpec, value: object) -> CallError:
-    """Adds the signature and a hint to the error of an input that is no tensor."""
+def unreadable(error: CallError, spec: TensorSpec, value: object, library: str) -> CallError:
+    """Adds the signature and a hint to the error of an input that is not a tensor.  `library`: that of the first input."""
     hint = error.hint
     if isinstance(value, dict):
         hint = "every input is an argument of its own: program(**inputs)"
     elif isinstance(value, tuple | list) and any(hasattr(item, "shape") for item in value):
         hint = "every input is an argument of its own: program(*inputs)"
     elif isinstance(value, list | tuple | int | float | complex):
-        numpys = not spec.dtype.startswith(("bfloat", "float8")) and "expected a torch tensor like" not in str(error)
+        numpys = library != "torch" and not spec.dtype.startswith(("bfloat", "float8"))
         make = f"numpy.asarray(value, dtype={spec.dtype!r})" if numpys else f"torch.tensor(value, dtype=torch.{spec.dtype})"
         hint = f"make a tensor of it: {make}"
     shape = ", ".join(map(text, spec.shape))

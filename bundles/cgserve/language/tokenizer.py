@@ -34,10 +34,8 @@ class Detokenizer:
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
         self._decode = decode
         self._ids = list(prompt[-PREFIX_TOKENS:])
-        self._begin, self._end = (
-            0,
-            len(self._ids),
-        )  # the text between them was returned; neither is inside a character
+        # the text between them was returned; neither is inside a character
+        self._begin, self._end = 0, len(self._ids)
 
     def push(self, token: int) -> str:
         """Returns the new text, or "" if the token ends inside a character."""
@@ -104,9 +102,8 @@ class Language:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         settings, model, generation = [read(path / f"{name}.json") for name in ("tokenizer_config", "config", "generation_config")]
-        special = {
-            name: special_token(value) for name, value in settings.items() if name.endswith("_token") and special_token(value)
-        }
+        tokens = {name: special_token(value) for name, value in settings.items() if name.endswith("_token")}
+        special = {name: token for name, token in tokens.items() if token}
         text = model.get("text_config", model)
         self.positions: int | None = text.get("max_position_embeddings")
         self.stop = self._stop_tokens(generation.get("eos_token_id", text.get("eos_token_id")), special.get("eos_token"))

@@ -76,15 +76,12 @@ def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequen
     actual_strides = []
     for index, (handle, expected) in enumerate(zip(region_outputs.handles, outputs, strict=True)):
         dtype, shape, strides = torch_library.layout(handle or 0)
-        if shape != tuple(expected.shape) or dtype != torch_library.dtype(dtype_name(expected.dtype)):
+        same_dtype = dtype == torch_library.dtype(dtype_name(expected.dtype))
+        if shape != tuple(expected.shape) or not same_dtype:
             raise BuildError(
                 "compiler-failed",
-                f"the compiled code gives output {index} the shape {list(shape)}{_unlike(torch_library, dtype, expected)}, "
+                f"the compiled code gives output {index} the shape {list(shape)}{'' if same_dtype else ' and another dtype'}, "
                 f"eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}",
             )
         actual_strides.append(strides)
     return actual_strides
-
-
-def _unlike(functions: libtorch.LibTorch, dtype: int, expected: torch.Tensor) -> str:
-    return "" if dtype == functions.dtype(dtype_name(expected.dtype)) else " and another dtype"

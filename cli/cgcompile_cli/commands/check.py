@@ -126,9 +126,10 @@ def _summary(report: Report) -> str:
         return "none"
     groups = grouped(report.findings)
     counts = [(severity, sum(group[0].severity == severity for group in groups)) for severity in MEANING]
-    plurals = {"note": "notes"}
-    names = [(number, plurals.get(severity, severity) if number > 1 else severity, severity) for severity, number in counts]
-    return ", ".join([f"{number} {name} ({MEANING[severity]})" for number, name, severity in names if number])
+    return ", ".join([
+        f"{number} {severity}{'s' if severity == 'note' and number > 1 else ''} ({MEANING[severity]})"
+        for severity, number in counts if number
+    ])  # fmt: skip
 
 
 def _finding(group: Sequence[Finding]) -> RenderableType:

@@ -105,6 +105,17 @@ def test_a_multiple_that_export_finds_is_taken_up() -> None:
         signature(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 5, 8))
 
 
+class BothFixed(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows = (x + torch.ones(8, 1)).sum()
+        return rows + (y + torch.ones(8, 1)).sum()
+
+
+def test_two_lines_that_fix_the_same_size_are_not_named() -> None:
+    exported_model = exported(BothFixed(), lambda a, b: (torch.rand(a, 4), torch.rand(b, 4)), a=(8,), b=(8,))
+    assert re.search(r"dimension '[ab]' cannot vary: the model's code fixes it to 8$", exported_model.programs.reason)
+
+
 @pytest.mark.parametrize("function", [lambda x: x + 1 if x.shape[0] == 8 else x, lambda x: x + torch.ones(8, 1)])
 def test_a_dimension_that_cannot_vary_keeps_its_one_size(function: Callable[..., Any]) -> None:
     exported_model = exported(function, batch=(8,))

@@ -153,12 +153,12 @@ def test_the_hint_of_an_input_that_calls_write_to_is_another_one() -> None:
 )  # fmt: skip
 def test_numbers_become_a_tensor_of_a_library_that_has_the_dtype(dtype: str, make: str) -> None:
     spec = replace(MODEL.entries[0].inputs[0], dtype=dtype)
-    assert input_errors.unreadable(CallError("input-kind", "no"), spec, [1, 2]).hint == f"make a tensor of it: {make}"
+    assert input_errors.unreadable(CallError("input-kind", "no"), spec, [1, 2], "numpy").hint == f"make a tensor of it: {make}"
 
 
 def test_tensors_in_a_container_are_passed_one_by_one() -> None:
     tensor = memoryview(bytes(4))  # has a shape
     for value, call in (([1, tensor], "program(*inputs)"), ((tensor,), "program(*inputs)"), ({"x": tensor}, "program(**inputs)")):
-        hint = input_errors.unreadable(CallError("input-kind", "no"), MODEL.entries[0].inputs[0], value).hint
+        hint = input_errors.unreadable(CallError("input-kind", "no"), MODEL.entries[0].inputs[0], value, "numpy").hint
         assert hint == f"every input is an argument of its own: {call}"
-    assert input_errors.unreadable(CallError("input-kind", "no", "why"), MODEL.entries[0].inputs[0], "text").hint == "why"
+    assert input_errors.unreadable(CallError("input-kind", "no", "why"), MODEL.entries[0].inputs[0], "text", "numpy").hint == "why"

@@ -519,6 +519,14 @@ def test_a_dimension_that_takes_its_recorded_sizes_only_is_noted() -> None:
     assert note.startswith("no takes 2, 4 only: other sizes are refused") and "`cgcompile explain padding`" in note
 
 
+def test_a_language_model_is_served_with_the_tokenizer_of_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "My Model"
+    folder.mkdir()
+    assert summary.serve_line("m.cgb", str(folder)) == f"cgcompile serve m.cgb --tokenizer '{folder}'"
+    assert summary.serve_line("out/m.cgb", "hub/tiny.gguf") == "cgcompile serve out/m.cgb --tokenizer out/tiny"
+    assert summary.serve_line("m.cgb", "model.py") == "cgcompile serve m.cgb --tokenizer FOLDER"
+
+
 def test_weights_that_python_read_are_listed_with_the_line() -> None:
     base = tiny_bundle.manifest()
     rows = [FrozenWeight(weight=at, reason="baked", sha256="0" * 64, where=f"model.py:{at + 3}") for at in (0, 1)]

@@ -252,7 +252,7 @@ def test_a_number_beside_torch_is_answered_with_a_torch_tensor() -> None:
     spec = TensorSpec(name="x", dtype="float32", shape=(), order=())
     with raises("input-kind") as caught:
         lib.take(0.5, "x")
-    assert unreadable(caught.value, spec, 0.5).hint == "make a tensor of it: torch.tensor(value, dtype=torch.float32)"
+    assert unreadable(caught.value, spec, 0.5, lib.name).hint == "make a tensor of it: torch.tensor(value, dtype=torch.float32)"
 
 
 def test_a_torch_tensor_elsewhere_has_a_device_that_no_program_has() -> None:

@@ -1,11 +1,12 @@
-"""Finds the line of the model that makes a dynamic size constant.  torch.export's error has the size, and no line.
+"""Finds the lines of the model that make a dynamic size constant.  torch.export's error has the size, and no line.
 
 Private interface (torch 2.11, 2.13): `ShapeEnv._set_replacement`.  Without it, errors name no line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,15 +19,19 @@ from ...model.user_code import here
 REPLACE = "_set_replacement"
 
 
+Lines = Mapping[int, set[tuple[str, str]]]
+"""(file:line, source line) of the code that replaces a dynamic size with a constant, by the constant."""
+
+
 @contextmanager
-def fixing_lines() -> Iterator[dict[int, tuple[str, str]]]:
-    """Yields a dict that gets (file:line, source line) for every constant that replaces a dynamic size inside the context."""
-    lines: dict[int, tuple[str, str]] = {}
+def constant_size_lines() -> Iterator[Lines]:
+    """Collects the lines that run inside the context."""
+    lines = defaultdict[int, set[tuple[str, str]]](set)
     plain = getattr(ShapeEnv, REPLACE, None)
 
     def noted(self: Any, symbol: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, sympy.Integer):
-            lines.setdefault(int(value), here())
+            lines[int(value)].add(here())
         return plain(self, symbol, value, *args, **kwargs)  # type: ignore[misc]
 
     if plain is None:
