@@ -86,7 +86,7 @@ def open_region(
                 assert placed is not None
                 address = placed.address(weight.tensor)
                 if fixed:
-                    opened.fix(address, span(weight))
+                    opened.fix(address, span(weight), placed)
             constants[name] = (address, layout_of(weight, torch))
         opened.bind(constants)
     except BaseException:
@@ -113,16 +113,22 @@ class HostRegion:
         if release is not None:
             release.argtypes = (c_void_p,)  # type: ignore[attr-defined]
         self._owned, self._handles, self._fixed = handles_type(1)(), list[int | None](), list[int]()
+        self._memory: list[object] = []
         self._pending = chain(
-            map(delete, filter(None, self._owned)), map(release or id, self._fixed), map(torch.delete, filter(None, self._handles))
-        )
+            map(delete, filter(None, self._owned)), map(release or id, self._fixed), map(torch.delete, filter(None, self._handles)),
+            map(id, self._memory),
+        )  # fmt: skip
         when_gone(self, self._pending, forked=False)
         create = self._library.AOTInductorModelContainerCreateWithDevice
         self._check(create(byref(self._owned), c_size_t(instances), b"cpu", None))
         self._container = c_void_p(self._owned[0])
 
-    def fix(self, address: int, size: int) -> None:
-        """Declares that these weights do not change until `close`: code with its own matrix products caches packed weights."""
+    def fix(self, address: int, size: int, owner: object) -> None:
+        """Declares that these weights do not change until `close`: code with its own matrix products caches packed weights by their
+        address. The region keeps the `owner` of the memory until that cache is freed. Otherwise a later update could get the same
+        address, and calls would use the old weights."""
+        if not self._memory:
+            self._memory.append(owner)
         function = getattr(self._library, "cgbundle_fix", None)
         if function is not None:
             self._fixed.append(address)

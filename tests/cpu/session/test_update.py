@@ -498,13 +498,48 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(bundle: Pat
         for thread in threads:
             thread.start()
         begun.wait()
-        for model in models[1:]:
-            program.update(weights_of(model))
-            torch.testing.assert_close(program(x), model(x), **CLOSE)
-        done.set()
-        for thread in threads:
-            thread.join()
+        try:
+            for model in models[1:]:
+                program.update(weights_of(model))
+                torch.testing.assert_close(program(x), model(x), **CLOSE)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
     assert not failures and all(indices == sorted(indices) and indices[-1] == 4 for indices in seen), (failures, seen)
+
+
+def test_packed_weights_are_not_used_for_later_weights_at_the_same_address(bundle: Path) -> None:
+    """Memory of old weights is freed in the threads that call, and later updates get it again."""
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(9))
+    models = [tiny(seed) for seed in range(5)]
+    with torch.no_grad():
+        expected = torch.stack([model(x) for model in models])
+
+    def index_of(answer: torch.Tensor) -> int:
+        distances = (answer - expected).abs().amax((1, 2))
+        assert (distances < 1e-5).sum() == 1, distances
+        return int(distances.argmin())
+
+    with cgbundle.load(bundle) as program:
+        sessions, done = [program.session() for _ in range(4)], threading.Event()
+
+        def call(place: int) -> None:
+            while not done.is_set():
+                index_of(sessions[place](x))
+
+        threads = [threading.Thread(target=checked(call, done, failures := []), args=(place,)) for place in range(len(sessions))]
+        for thread in threads:
+            thread.start()
+        try:
+            for turn in range(300):
+                program.update(weights_of(models[1 + turn % 4]))
+                assert index_of(program(x)) == 1 + turn % 4
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+    assert not failures
 
 
 def checked(call: Callable[[int], None], done: threading.Event, failures: list[BaseException]) -> Callable[[int], None]:
