@@ -205,10 +205,11 @@ def _engine(keys: Sequence[Key], assembled: AssembledEngine) -> Engine:
 
 
 def _here(mine: EngineTake, engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Here:
-    """Returns the addresses in this process of the bundle's spans and arena tensors."""
+    """Returns the addresses in this process of the bundle's spans, of its arena tensors and of the graphs' private pools."""
     from .verify import Here
 
     starts = {piece.offset: piece for piece in mine.take.ranges if piece.kind == "inputs"}
     spans = [starts[row.offset].start for row in engine.spans]
     pooled = {row.name: tensors[row.name].data_ptr() for row in engine.tensors if row.memory == "arena"}
-    return Here(spans=tuple(spans), pooled=pooled)
+    pools = [(piece.start, piece.size) for piece in mine.take.ranges if piece.kind == "pool"]
+    return Here(spans=tuple(spans), pooled=pooled, pools=tuple(pools))

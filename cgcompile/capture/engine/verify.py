@@ -42,10 +42,12 @@ replay changes, SHA-256 of its bytes afterwards)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Here:
-    """Addresses in this process: of the engine's spans, and, by name, of its tensors in private pools."""
+    """Addresses in this process: of the engine's spans, and, by name, of its tensors in private pools.  `pools`: address and bytes
+    of all memory of these pools."""
 
     spans: tuple[int, ...]
     pooled: Mapping[str, int]
+    pools: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,15 +103,17 @@ def verify(
         text = f"a replay in a fresh process needs {arena + SPARE:,} bytes of the GPU, which has {free:,} free"
         raise BuildError("not-verifiable", text)
     regions = _regions(engine, here)
+    pools = _as_regions([("", 0, address, size, False) for address, size in here.pools])
     results = None if returns is None else [_returned(engine, here, returns[key]) for key in graphs]
     spans = [_handle(address, number, engine) for number, address in enumerate(here.spans)]
     steps = [(partial(prepare, key), graph.replay) for key, graph in graphs.items()]
     with scratch_folder() as scratch:
-        contents, plan = scratch / "contents", scratch / "plan.json"
-        before = _digests(regions)
+        contents, pool_contents, plan = scratch / "contents", scratch / "pools", scratch / "plan.json"
+        before, pools_before = _digests(regions), _digests(pools)
         _save(regions, before, contents)
+        _save(pools, pools_before, pool_contents)
         try:
-            after, poisoned = _replayed(steps, regions, before, contents, pools=returns is None)
+            after, poisoned = _replayed(steps, regions, pools, before, contents, all_outputs=returns is None)
             rows = _graph_changes(steps, regions, _changed(before, after), contents, results)
             unsteady = [position for position in _changed(after, _digests(regions)) if returns is None or regions[position].span]
             if unsteady:
@@ -131,12 +135,13 @@ def verify(
             if "at" in answer:
                 _put_back(regions, before, contents)
                 if poisoned:
-                    _poison(regions)
+                    _poison(pools)
                 graph, place = answer["at"]
                 differs += _differing_bytes(steps, regions, results, rows, graph, place, contents)
         except torch.OutOfMemoryError:
             raise BuildError("not-verifiable", "the GPU has too little free memory to compare what the graphs change") from None
         finally:
+            _put_back(pools, pools_before, pool_contents)
             _put_back(regions, before, contents)
     if differs:
         raise BuildError("proof-failed", f"the fresh process that replays the graphs: {differs}", "please report the kernels")
@@ -260,20 +265,26 @@ def _changed(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) ->
 
 
 def _replayed(
-    steps: Steps, regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path, *, pools: bool
+    steps: Steps,
+    regions: Sequence[Region],
+    pools: Sequence[Region],
+    before: Sequence[Sequence[int]],
+    contents: Path,
+    *,
+    all_outputs: bool,
 ) -> tuple[list[list[int]], bool]:
-    """Replays all graphs from the original contents, then with POISON in the tensors of private pools.  Returns the digests, and
-    whether both replays gave the same; without `pools`, the same in the engine's spans.  If so, the tensors of private pools hold
-    POISON on return; everything else has its original contents."""
+    """Replays all graphs from the original contents, then with POISON in the private pools.  Returns the digests, and whether both
+    replays gave the same; without `all_outputs`, the same in the engine's spans.  If so, the pools hold POISON on return, as in the
+    fresh process: a tensor that no graph writes holds the scratch of earlier graphs.  The spans have their original contents."""
     _run(steps)
     after = _digests(regions)
     _put_back(regions, before, contents)
-    _poison(regions)
+    _poison(pools)
     _run(steps)
-    poisoned = not any(pools or regions[position].span for position in _changed(after, _digests(regions)))
+    poisoned = not any(all_outputs or regions[position].span for position in _changed(after, _digests(regions)))
     _put_back(regions, before, contents)
     if poisoned:
-        _poison(regions)
+        _poison(pools)
     return after, poisoned
 
 
@@ -283,10 +294,9 @@ def _run(steps: Steps) -> None:
         replay()
 
 
-def _poison(regions: Sequence[Region]) -> None:
-    for region in regions:
-        if not region.span:
-            device_bytes(region.address, region.size).fill_(POISON)
+def _poison(pools: Sequence[Region]) -> None:
+    for pool in pools:
+        device_bytes(pool.address, pool.size).fill_(POISON)
 
 
 def _graph_changes(

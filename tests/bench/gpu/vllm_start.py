@@ -3,8 +3,8 @@
     python -m tests.bench.gpu.vllm_start MODEL GRAPHS [--turns 3] [--options '{"load_format": "dummy"}']
 
 GRAPHS is the folder of the plugin; an empty one is filled first.  Every start is its own process.  Prints a row for each: seconds
-from process start to the engine, the phases in vLLM's log, tokens/s at LANES (best of ROUNDS), used memory, and whether the tokens
-equal those of the first start.  The logs are in `GRAPHS.logs`.
+from process start to the engine, the phases in vLLM's log, tokens/s at LANES (best of ROUNDS; not while a cache or the
+folder is filled), used memory, and whether the tokens equal those of the first start.  The logs are in `GRAPHS.logs`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,9 @@ LENGTHS = (5, 40, 300, 700)
 SAVES = 4
 """Largest number of starts until the folder is complete."""
 
+LIMIT = 400
+"""Seconds after which a start is killed."""
+
 PHASES = {
     "compile": r"torch\.compile took ([\d.]+) s",
     "profile": r"Initial profiling/warmup run took ([\d.]+) s",
@@ -46,8 +50,8 @@ SKIPPED = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_c
 """Options of every engine: no tokenizer is needed."""
 
 
-def child(model: str, options: dict[str, Any], answer: Path) -> None:
-    """Runs one start and writes its measurements."""
+def child(model: str, options: dict[str, Any], answer: Path, *, rounds: int) -> None:
+    """Runs one start and writes its measurements.  `rounds`: 0 measures no tokens/s."""
     began = float(os.environ["BEGAN"])
     from vllm import LLM, SamplingParams
 
@@ -68,17 +72,17 @@ def child(model: str, options: dict[str, Any], answer: Path) -> None:
     answered = time.time()
     tokens = first + generate(prompts(PROMPTS, *LENGTHS), NEW)
     speeds = {}
-    for lanes in LANES:
+    for lanes in LANES if rounds else ():
         generate(prompts(lanes, 128), 8)
-        rounds = []
-        for _ in range(ROUNDS):
+        measured = []
+        for _ in range(rounds):
             seconds = []
             for new in (1, 129):
                 start = time.perf_counter()
                 generate(prompts(lanes, 128), new)
                 seconds.append(time.perf_counter() - start)
-            rounds.append(round(lanes * 128 / (seconds[1] - seconds[0]), 1))
-        speeds[lanes] = max(rounds)
+            measured.append(round(lanes * 128 / (seconds[1] - seconds[0]), 1))
+        speeds[lanes] = max(measured)
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     used = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
     row = {
@@ -91,21 +95,27 @@ def child(model: str, options: dict[str, Any], answer: Path) -> None:
     os._exit(0)  # end without waiting for vLLM's threads
 
 
-def start(name: str, arguments: argparse.Namespace, graphs: Path | None) -> dict[str, Any]:
+def start(name: str, arguments: argparse.Namespace, graphs: Path | None, *, rounds: int) -> dict[str, Any]:
     """Runs one start in a new process, with the plugin's folder or without the plugin. Raises RuntimeError."""
     logs = Path(f"{arguments.graphs}.logs")
     logs.mkdir(exist_ok=True)
     log, answer = logs / f"{name}.log", logs / f"{name}.json"
     answer.unlink(missing_ok=True)
     environment = {**os.environ, "BEGAN": repr(time.time())} | ({"CGCOMPILE_GRAPHS": str(graphs)} if graphs else {})
-    command = [sys.executable, "-m", "tests.bench.gpu.vllm_start", arguments.model, str(answer), "--child"]
+    command = [sys.executable, "-m", "tests.bench.gpu.vllm_start", arguments.model, str(answer), "--child", str(rounds)]
     with open(log, "w") as file:
-        done = subprocess.run(
-            [*command, "--options", arguments.options], env=environment, cwd=ROOT, stdout=file, stderr=file, check=False
+        options = ["--options", arguments.options]
+        process = subprocess.Popen(
+            [*command, *options], env=environment, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
         )
+        try:
+            process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes of vLLM's engine
+            process.wait()
     text = log.read_text(errors="replace")
-    if done.returncode or not answer.exists():
-        raise RuntimeError(f"{log}: the start ended with {done.returncode}: {text[-2000:]}")
+    if process.returncode or not answer.exists():
+        raise RuntimeError(f"{log}: the start ended with {process.returncode}: {text[-2000:]}")
     row: dict[str, Any] = {"start": name, **json.loads(answer.read_text())}
     row |= {phase: float(hit[-1]) for phase, pattern in PHASES.items() if (hit := re.findall(pattern, text))}
     print(json.dumps(row), flush=True)
@@ -121,17 +131,20 @@ def main() -> None:
     parser.add_argument("graphs", type=Path)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--options", default="{}", help="options of vLLM's LLM, in JSON")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        child(arguments.model, json.loads(arguments.options), arguments.graphs)
+    if arguments.child is not None:
+        child(arguments.model, json.loads(arguments.options), arguments.graphs, rounds=arguments.child)
         return
-    rows = [start("stock 0", arguments, None)]  # fills vLLM's caches
+    rows = []
     for number in range(SAVES):
         if not (arguments.graphs / "graphs.cgb").exists():
-            rows.append(start(f"save {number}", arguments, arguments.graphs))
+            rows.append(start(f"save {number}", arguments, arguments.graphs, rounds=0))
+    if arguments.turns:
+        rows.append(start("stock 0", arguments, None, rounds=0))  # fills vLLM's cache, whose names depend on its options
     for number in range(1, arguments.turns + 1):
-        rows += [start(f"stock {number}", arguments, None), start(f"plugin {number}", arguments, arguments.graphs)]
+        rows.append(start(f"stock {number}", arguments, None, rounds=ROUNDS))
+        rows.append(start(f"plugin {number}", arguments, arguments.graphs, rounds=ROUNDS))
     others = [row["start"] for row in rows if row["tokens"] != rows[0]["tokens"]]
     print("the same tokens in all starts" if not others else f"other tokens in {', '.join(others)}")
 

@@ -25,6 +25,8 @@ from tests.helpers.raising import raises  # noqa: E402
 from tests.pure.capture.test_engine import ONE, TWO, Process  # noqa: E402
 
 ROW = 4 * FLOATS
+SIZES = {"x": 8, "out": 8, "result": 4, "scratch": 4}
+"""Rows of the engine's memory.  No tensor names the memory `scratch`."""
 
 
 class Graph:
@@ -35,16 +37,17 @@ class Graph:
 
 
 class Engine:
-    """The memory of the engine in `engine_bundle`: x with 8 rows, out with 8 rows, and 4 rows of the graphs' memory."""
+    """The memory of the engine in `engine_bundle`: x with 8 rows, out with 8 rows, and twice 4 rows of the graphs' memory."""
 
     def __init__(self) -> None:
-        self.memory = {name: ctypes.create_string_buffer(rows * ROW + 64) for name, rows in (("x", 8), ("out", 8), ("result", 4))}
+        self.memory = {name: ctypes.create_string_buffer(rows * ROW + 64) for name, rows in SIZES.items()}
         for name, buffer in self.memory.items():
             self.view(name).copy_(
                 torch.frombuffer(bytearray(hashlib.sha512(name.encode()).digest() * 64), dtype=torch.uint8)[: len(buffer) - 64]
             )
         here = {name: -(-ctypes.addressof(buffer) // 16) * 16 for name, buffer in self.memory.items()}
-        self.here = Here(spans=(here["x"], here["out"]), pooled={"result": here["result"]})
+        pools = ((here["result"], 4 * ROW), (here["scratch"], 4 * ROW))
+        self.here = Here(spans=(here["x"], here["out"]), pooled={"result": here["result"]}, pools=pools)
 
     def view(self, name: str) -> torch.Tensor:
         address = -(-ctypes.addressof(self.memory[name]) // 16) * 16
@@ -160,6 +163,17 @@ def test_poison_is_not_what_a_graph_may_read(plans: list[dict[str, Any]]) -> Non
     engine, seen = Engine(), []
     run({"small": Graph(lambda: seen.append(int(engine.view("result")[0]))), (8, "rows"): Graph(lambda: None)}, engine)
     assert POISON in seen and seen[-1] != POISON
+
+
+def test_scratch_that_no_tensor_names_begins_as_in_the_new_process(plans: list[dict[str, Any]]) -> None:
+    """vLLM's outputs of attention: a graph returns memory that it does not write, where earlier graphs had their scratch."""
+    engine = Engine()
+    before = bytes(engine.view("scratch").numpy())
+    stale = Graph(lambda: engine.view("result").copy_(engine.view("scratch")))
+    run({"small": stale, (8, "rows"): Graph(lambda: None)}, engine, returns={"small": ["result"], (8, "rows"): []})
+    ((_, ((_, digest),)), _) = plans[0]["graphs"]
+    assert digest == hashlib.sha256(bytes([POISON]) * 4 * ROW).hexdigest()
+    assert bytes(engine.view("scratch").numpy()) == before
 
 
 def test_inputs_that_a_graph_needs_are_noted_before_it(plans: list[dict[str, Any]]) -> None:
