@@ -32,6 +32,12 @@ from .digests import CHUNK, digests, digests_of
 SPARE = 1 << 30
 """Bytes of GPU memory that a fresh process takes for its context and kernels, without the arena."""
 
+PROBE = POISON ^ 0xFF
+"""Fills an output to see whether a graph writes it."""
+
+Chunk = tuple["Region", int]
+"""A region and the number of one of its chunks."""
+
 Steps = Sequence[tuple[Callable[[], None], Callable[[], None]]]
 """For every graph, the function that writes its inputs, and its replay."""
 
@@ -102,22 +108,24 @@ def verify(
     if free < arena + SPARE:
         text = f"a replay in a fresh process needs {arena + SPARE:,} bytes of the GPU, which has {free:,} free"
         raise BuildError("not-verifiable", text)
-    regions = _regions(engine, here)
+    regions = _regions(engine, here, pooled=returns is None)
     pools = _as_regions([("", 0, address, size, False) for address, size in here.pools])
     results = None if returns is None else [_returned(engine, here, returns[key]) for key in graphs]
     spans = [_handle(address, number, engine) for number, address in enumerate(here.spans)]
-    steps = [(partial(prepare, key), graph.replay) for key, graph in graphs.items()]
+    steps: Steps = [(partial(prepare, key), graph.replay) for key, graph in graphs.items()]
     with scratch_folder() as scratch:
         contents, pool_contents, plan = scratch / "contents", scratch / "pools", scratch / "plan.json"
         before, pools_before = _digests(regions), _digests(pools)
         _save(regions, before, contents)
         _save(pools, pools_before, pool_contents)
         try:
-            after, poisoned = _replayed(steps, regions, pools, before, contents, all_outputs=returns is None)
-            rows = _graph_changes(steps, regions, _changed(before, after), contents, results)
-            unsteady = [position for position in _changed(after, _digests(regions)) if returns is None or regions[position].span]
-            if unsteady:
-                names = ", ".join(repr(regions[position].name) for position in unsteady[:4])
+            undefined = [set[Chunk]() for _ in steps] if results is None else _undefined(steps, results)
+            steps, fills = _with_defined_outputs(steps, undefined, engine, contents)
+            _put_back(regions, before, contents)
+            after, poisoned = _replayed(steps, regions, pools, before, contents)
+            rows = _graph_changes(steps, regions, _changed(before, after), contents, results, undefined, fills)
+            if unsteady := _changed(after, _digests(regions)):
+                names = ", ".join(repr(regions[position].name) for position in list(unsteady)[:4])
                 text = f"two replays of the engine's own graphs from the same contents leave other bits in {names}"
                 raise BuildError("replays-differ", text)
             _put_back(regions, before, contents)
@@ -188,17 +196,18 @@ def _differs_here(regions: Sequence[Region], after: Sequence[Sequence[int]]) -> 
     return ""
 
 
-def _regions(engine: Engine, here: Here) -> list[Region]:
-    """Returns the engine's spans as regions, then its tensors in private pools; those that overlap form one region."""
+def _regions(engine: Engine, here: Here, *, pooled: bool) -> list[Region]:
+    """Returns the engine's spans as regions.  With `pooled`, also those in private pools; overlapping ones form one region."""
     first_tensors = {span_of_tensor(engine, row): row for row in reversed(engine.tensors) if row.memory == "inputs"}
     rows = [
         (first_tensors[number].name, span.offset - first_tensors[number].offset, address, span.bytes, True)
         for number, (span, address) in enumerate(zip(engine.spans, here.spans, strict=True))
     ]
-    arena_rows = [row for row in engine.tensors if row.memory == "arena"]
-    pooled = sorted((row.offset, row.offset + span_of(row.dtype, row.shape, row.strides), row.name) for row in arena_rows)
+    arena_rows = [row for row in engine.tensors if pooled and row.memory == "arena"]
     merged: list[tuple[int, int, str]] = []
-    for begin, end, name in pooled:
+    for begin, end, name in sorted(
+        (row.offset, row.offset + span_of(row.dtype, row.shape, row.strides), row.name) for row in arena_rows
+    ):
         if merged and begin < merged[-1][1]:
             first_begin, last_end, first_name = merged.pop()
             begin, end, name = first_begin, max(end, last_end), first_name
@@ -265,27 +274,66 @@ def _changed(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) ->
 
 
 def _replayed(
-    steps: Steps,
-    regions: Sequence[Region],
-    pools: Sequence[Region],
-    before: Sequence[Sequence[int]],
-    contents: Path,
-    *,
-    all_outputs: bool,
+    steps: Steps, regions: Sequence[Region], pools: Sequence[Region], before: Sequence[Sequence[int]], contents: Path
 ) -> tuple[list[list[int]], bool]:
-    """Replays all graphs from the original contents, then with POISON in the private pools.  Returns the digests, and whether both
-    replays gave the same; without `all_outputs`, the same in the engine's spans.  If so, the pools hold POISON on return, as in the
-    fresh process: a tensor that no graph writes holds the scratch of earlier graphs.  The spans have their original contents."""
+    """Replays all graphs from the original contents, then with POISON in the private pools.  Returns the regions' digests, and
+    whether both replays gave the same.  If so, the pools hold POISON on return, as in the fresh process; everything else has its
+    original contents."""
     _run(steps)
     after = _digests(regions)
     _put_back(regions, before, contents)
     _poison(pools)
     _run(steps)
-    poisoned = not any(all_outputs or regions[position].span for position in _changed(after, _digests(regions)))
+    poisoned = not _changed(after, _digests(regions))
     _put_back(regions, before, contents)
     if poisoned:
         _poison(pools)
     return after, poisoned
+
+
+def _undefined(steps: Steps, results: Sequence[Sequence[Region]]) -> list[set[Chunk]]:
+    """Returns the chunks that a graph returns and does not write, by graph.  The engine writes them between two graphs, as vLLM's
+    attention does.  Until then they hold other graphs' scratch, whose place in a pool differs from process to process."""
+    rows: list[set[Chunk]] = []
+    for (prepare, replay), regions in zip(steps, results, strict=True):
+        chunks = [(region, number) for region in regions for number in range(region.chunks)]
+        views = [region.memory(number) for region, number in chunks]
+        prepare()
+        before = digests_of(views)
+        replay()
+        changed = set(_differing(before, digests_of(views)))
+        unchanged = [at for at in range(len(chunks)) if at not in changed]
+        for at in unchanged:
+            views[at].fill_(PROBE)
+        if unchanged:
+            replay()  # writes the same bytes again, or nothing
+        rows.append({chunks[at] for at in unchanged if bool((views[at] == PROBE).all())})
+    return rows
+
+
+def _with_defined_outputs(
+    steps: Steps, undefined: Sequence[Collection[Chunk]], engine: Engine, contents: Path
+) -> tuple[Steps, list[list[tuple[Place, int]]]]:
+    """Returns the steps; before its graph, a step also writes the chunks that the previous graph left undefined.  Floats get random
+    numbers, other dtypes zeros, because they may be indices.  Also returns these chunks for every step, with the offsets of their
+    new bytes in the file."""
+    floats = {row.name for row in engine.tensors if row.dtype.startswith(("float", "bfloat"))}
+    numbers = torch.randn(CHUNK // 2, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)  # moderate as any float type
+    values = (torch.zeros(CHUNK, dtype=torch.uint8), numbers.view(torch.uint8))
+    with open(contents, "ab") as file:
+        begin = file.tell()
+        for value in values:
+            file.write(memoryview(value.numpy()))
+
+    def write(prepare: Callable[[], None], chunks: Collection[Chunk]) -> None:
+        for region, number in chunks:
+            memory = region.memory(number)
+            memory.copy_(values[region.name in floats][: len(memory)])
+        prepare()
+
+    previous: list[Collection[Chunk]] = [(), *undefined[:-1]]
+    fills = [[(region.place(number), begin + CHUNK * (region.name in floats)) for region, number in chunks] for chunks in previous]
+    return [(partial(write, prepare, chunks), replay) for (prepare, replay), chunks in zip(steps, previous, strict=True)], fills
 
 
 def _run(steps: Steps) -> None:
@@ -305,10 +353,12 @@ def _graph_changes(
     changed: Mapping[int, Sequence[int]],
     contents: Path,
     returned: Sequence[Sequence[Region]] | None,
+    undefined: Sequence[Collection[Chunk]],
+    fills: Sequence[Sequence[tuple[Place, int]]],
 ) -> list[Changes]:
-    """Replays every graph, and returns which chunks `prepare` writes before it and which chunks it changes.  It watches the chunks
-    `changed` of spans larger than a chunk, and all chunks of other regions, because a later graph may undo a change.  `returned`:
-    the regions of private pools that count after each graph; None: all."""
+    """Replays every graph, and returns which chunks are written before it, `fills` among them, and which chunks it changes.  It
+    watches the chunks `changed` of spans larger than a chunk, and all chunks of other regions, because a later graph may undo a
+    change.  `returned`: further regions that are compared after each graph, except the chunks `undefined`; None: there are none."""
     watched = [
         (position, number)
         for position, region in enumerate(regions)
@@ -322,18 +372,16 @@ def _graph_changes(
         for step, (prepare, replay) in enumerate(steps):
             prepare()
             ready = digests_of(views)
-            inputs: list[tuple[Place, int]] = []
+            inputs = list(fills[step])
             for at in _differing(digests_now, ready):
                 inputs.append((places[at], file.tell()))
                 file.write(memoryview(views[at].cpu().numpy()))
             replay()
             digests_now = digests_of(views)
-            differing = _differing(ready, digests_now)
-            if returned is not None:
-                differing = [at for at in differing if regions[watched[at][0]].span]
-            results = [(places[at], _hash(views[at])) for at in differing]
+            results = [(places[at], _hash(views[at])) for at in _differing(ready, digests_now)]
             for region in () if returned is None else returned[step]:
-                results += [(region.place(number), _hash(region.memory(number))) for number in range(region.chunks)]
+                written = [number for number in range(region.chunks) if (region, number) not in undefined[step]]
+                results += [(region.place(number), _hash(region.memory(number))) for number in written]
             rows.append((inputs, results))
     return rows
 
