@@ -221,6 +221,21 @@ def test_inputs_that_a_graph_needs_are_noted_before_it(plans: list[dict[str, Any
     assert bytes(engine.view("out").numpy()) == before
 
 
+def test_prepare_may_write_other_bytes_every_time(plans: list[dict[str, Any]]) -> None:
+    """The unused end of FlashAttention 3's schedule.  The new process gets the bytes of the last replay of this process."""
+    engine, calls = Engine(), []
+    before = bytes(engine.view("out").numpy())
+
+    def prepare(key: Any) -> None:
+        calls.append(0)
+        engine.view("out")[0] = len(calls)
+
+    with raises("proof-failed", match="tensor 'out' holds other bits"):
+        run({"small": Graph(engine.small), (8, "rows"): Graph(lambda: None)}, engine, prepare, {key: [] for key in KEYS})
+    held = [plans[0]["held"][begin] for inputs, _ in plans[0]["graphs"] for (_, begin) in inputs]
+    assert held == [len(calls) - 1, len(calls)] and bytes(engine.view("out").numpy()) == before
+
+
 def test_graphs_that_are_not_deterministic_are_refused(plans: list[dict[str, Any]]) -> None:
     engine = Engine()
     calls: list[int] = []
