@@ -1,1 +1,1 @@
-"""Cross-compiled recordings; README.md has an overview."""
+"""The recorder `cross-compile`: makes recordings for a GPU that is not present.  README.md has an overview."""
