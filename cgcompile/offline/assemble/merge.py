@@ -1,5 +1,6 @@
-"""Merges a program's lowered regions at one int_key into one program with one set of buffers and one plan.  Pure.  A read by the
-host between two regions is an event.  Values that the host computes are in memory `inputs`, after the call's tensors."""
+"""Merges a program's lowered regions at one int_key into one program with one list of buffers and one arena plan.  Pure.  An event
+shows that the host reads a buffer between two regions.  Values that the host computes are in memory `inputs`, after the call's
+tensors."""
 
 from __future__ import annotations
 
@@ -54,9 +55,10 @@ def whole(traced: Lowered) -> LoweredProgram:
 
 
 def merge(key: IntKey, regions: Sequence[LoweredRegion], input_names: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
-    """Merges `regions`, in the order in which they run.  `input_names`: the values of INPUT buffers in order: the call's, then
-    those that the host computes and a graph reads.  `outputs`: the call's outputs; those from graphs stay allocated to the end.
-    Raises inputs-unlike or place-invalid if a region reads a value with another layout than the region before computed it with."""
+    """Merges `regions`, in the order in which they run.  `input_names`: the names of the INPUT buffers in order: the call's inputs,
+    then the values that the host computes and a graph reads.  `outputs`: the call's outputs.  Outputs of graphs stay allocated to
+    the end.  Raises inputs-unlike if a region reads a value in another layout than it was computed in, and place-invalid if the
+    value exceeds its buffer."""
     merged = MergedProgram(key=key, input_places={name: place for place, name in enumerate(input_names)})
     for region in regions:
         if region.lowered is None:
@@ -67,8 +69,8 @@ def merge(key: IntKey, regions: Sequence[LoweredRegion], input_names: Sequence[s
 
 
 class MergedProgram:
-    """Builds the merged program.  `views`: the values of the regions so far.  `on_host`: the values that the host has a copy of.
-    `shared`: weights and inputs by kind and name, which several regions may use."""
+    """Builds the merged program.  `views`: the outputs of the regions so far, by name.  `on_host`: the names of those that the host
+    has read.  `shared`: the buffers of weights and inputs by kind and name, which several regions may use."""
 
     def __init__(self, key: IntKey, input_places: Mapping[str, int]) -> None:
         self.key = key
@@ -91,14 +93,18 @@ class MergedProgram:
                 self.events.append(HostRead(buffer=self.views[name].pointer.buffer))
 
     def add(self, region: LoweredRegion, traced: Lowered, targets: Sequence[Pointer] = ()) -> None:
-        """Adds a graph region, or a part of one.  `targets`: the addresses for its dense outputs; () keeps its own buffers."""
+        """Adds a graph region, or a part of one.  `targets`: the addresses to write its dense outputs to; with (), the outputs stay
+        in the buffers of the region."""
         start = len(self.events)
-        outs = _own_buffers(traced) if targets else {}
-        places = [targets[outs[i]] if i in outs else self._place(region, traced, buffer) for i, buffer in enumerate(traced.buffers)]
+        replaced = _output_buffers(traced) if targets else {}
+        places = [
+            targets[replaced[i]] if i in replaced else self._place(region, traced, buffer)
+            for i, buffer in enumerate(traced.buffers)
+        ]
         variants = [self.variants.setdefault(variant, len(self.variants)) for variant in traced.variants]
-        events = [event for event in traced.events if not (isinstance(event, Allocate | Release) and event.buffer in outs)]
-        self.events += [_moved(event, places, variants) for event in events]
-        inputs, outputs = [[_tensor(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
+        events = [event for event in traced.events if not (isinstance(event, Allocate | Release) and event.buffer in replaced)]
+        self.events += [_merged_event(event, places, variants) for event in events]
+        inputs, outputs = [[_merged_view(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
         for number, target in enumerate(targets):
             if outputs[number].pointer != target:
                 self.events.append(Copy(source=outputs[number].pointer, target=target, nbytes=dense_bytes(outputs[number])))
@@ -115,13 +121,13 @@ class MergedProgram:
         self.written |= dict.fromkeys([index for index in written if self.buffers[index].kind != TEMPORARY])
 
     def temporary(self, nbytes: int, at: int | None = None) -> Pointer:
-        """Returns a new buffer, allocated before event number `at`, or now."""
+        """Returns a pointer to a new buffer.  It is allocated before event number `at`, by default after all events so far."""
         pointer = self._new(Buffer(kind=TEMPORARY, name=f"own{len(self.buffers)}", nbytes=nbytes))
         self.events.insert(len(self.events) if at is None else at, Allocate(buffer=pointer.buffer))
         return pointer
 
     def argument_pointer(self, kind: str, name: str, nbytes: int) -> Pointer:
-        """The buffer of a weight, or of an input of the call by its number."""
+        """Returns a pointer to the buffer of a weight, or of an input of the call, whose `name` is its number."""
         return self._shared(Buffer(kind=kind, name=name, nbytes=nbytes))
 
     def program(self, outputs: Sequence[str]) -> LoweredProgram:
@@ -143,7 +149,7 @@ class MergedProgram:
         )
 
     def _place(self, region: LoweredRegion, traced: Lowered, buffer: Buffer) -> Pointer:
-        """Returns where a region's buffer begins in the merged program."""
+        """Returns the pointer to the start of a region's buffer in the merged program."""
         if buffer.kind == TEMPORARY:
             return self._new(replace(buffer, name=f"{region.name}.{buffer.name}"))
         if buffer.kind == WEIGHT:
@@ -178,8 +184,8 @@ def dense_bytes(tensor: BufferView) -> int:
     return DTYPES[tensor.dtype] * math.prod(tensor.shape)
 
 
-def _own_buffers(traced: Lowered) -> dict[int, int]:
-    """Maps buffers that are exactly one output each to the numbers of these outputs."""
+def _output_buffers(traced: Lowered) -> dict[int, int]:
+    """Maps each buffer that contains exactly one output, and nothing else, to the number of this output."""
     output_numbers: dict[int, int] = {}
     output_buffers = [output.pointer.buffer for output in traced.outputs]
     for number, output in enumerate(traced.outputs):
@@ -196,29 +202,29 @@ def _layout(tensor: BufferView) -> tuple[str, tuple[tuple[int, int], ...]]:
     return tensor.dtype, tuple([(size, stride if size > 1 else 0) for size, stride in axes])
 
 
-def _tensor(tensor: BufferView, places: Sequence[Pointer]) -> BufferView:
-    return replace(tensor, pointer=_at(tensor.pointer, places))
+def _merged_view(tensor: BufferView, places: Sequence[Pointer]) -> BufferView:
+    return replace(tensor, pointer=_merged_pointer(tensor.pointer, places))
 
 
-def _at(place: Pointer, places: Sequence[Pointer]) -> Pointer:
-    begin = places[place.buffer]
-    return Pointer(buffer=begin.buffer, offset=begin.offset + place.offset)
+def _merged_pointer(pointer: Pointer, places: Sequence[Pointer]) -> Pointer:
+    begin = places[pointer.buffer]
+    return Pointer(buffer=begin.buffer, offset=begin.offset + pointer.offset)
 
 
-def _moved(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> Event:
-    """An event of a region with the buffers and variants of the merged program."""
+def _merged_event(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> Event:
+    """Returns a region's event with the buffers and variants of the merged program.  `places`: where the region's buffers begin."""
     match event:
         case Launch():
             arguments = tuple(
-                [_at(argument, places) if isinstance(argument, Pointer) else argument for argument in event.arguments]
+                [_merged_pointer(argument, places) if isinstance(argument, Pointer) else argument for argument in event.arguments]
             )
             return replace(event, variant=variants[event.variant], arguments=arguments)
         case Copy() | Exchange():
-            return replace(event, source=_at(event.source, places), target=_at(event.target, places))
+            return replace(event, source=_merged_pointer(event.source, places), target=_merged_pointer(event.target, places))
         case Fill():
-            return replace(event, target=_at(event.target, places))
+            return replace(event, target=_merged_pointer(event.target, places))
         case SetCondition():
-            return replace(event, byte=_at(event.byte, places))
+            return replace(event, byte=_merged_pointer(event.byte, places))
         case Begin() | NextBody() | End():
             return event
         case _:  # an event of a temporary, whose offset is 0
