@@ -80,7 +80,8 @@ def _windows(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def scatter_reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True) -> Tensor:
-    """Combines every position of `x` along `dim` with the elements of `src` that have its `index`, by prod, mean, amax or amin.
+    """Combines every position of `x` along `dim` with the elements of `src` whose `index` is the position, by prod, mean, amax or
+    amin.
     Without `include_self`, positions that have such elements ignore `x`.  Inductor computes sums itself, with atomic operations.
     Here every position compares all indices in a fixed order, so that equal inputs give equal bits."""
     if reduce == "sum" or x.dtype == torch.bool:
