@@ -1,4 +1,4 @@
-"""The builder that Triton's front end calls.  A method computes the result at once, for all program instances of a batch.  Methods
+"""The builder that Triton's front end calls.  A method computes its result for all program instances of a batch at once.  Methods
 have the names and arguments of `triton._C.libtriton.ir.builder`, Triton 3.6 and 3.7.  A call of a missing method raises an error
 with its name."""
 
