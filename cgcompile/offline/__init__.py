@@ -1,1 +1,1 @@
-"""The recorder `cross-compile`: makes recordings for a GPU that is not present.  README.md has an overview."""
+"""Creates recordings for a GPU that is not present.  README.md has an overview."""

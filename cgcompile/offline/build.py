@@ -1,4 +1,4 @@
-"""Builds the cuda target's part of a bundle without a GPU: lowers to Triton, compiles, plans memory, writes files, interprets."""
+"""Builds the cuda target's part of a bundle without a GPU: lowers, compiles, plans memory, writes files, interprets."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     world = planned.world
     peer = [("peer", world.size * world.stride)] if world else []
     driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
-    if spec.ranks is None:  # a model over several devices runs in eager PyTorch only on all ranks together
+    if spec.ranks is None:  # an eager run needs all ranks
         parts = [
             _with_near_ties(entry, part, self_tests[entry.name], written.weights)
             for entry, part in zip(spec.entries, parts, strict=True)
@@ -147,7 +147,7 @@ def _calls(entry: EntryBuild) -> dict[IntKey, tuple[torch.Tensor, ...]]:
 
 
 def _unproved(spec: BuildSpec, number: int, self_tests: Sequence[KeySelfTest], written: Written) -> EntryParts:
-    """Returns the parts of entry number `number`, with a proof of method "none" for every int_key."""
+    """The parts of entry number `number`, with no int_key proved."""
     prepared = spec.entries[number].prepared
     program_rows = spec.of_entry(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     bounds = error_bounds(prepared, written.weights)
@@ -163,7 +163,7 @@ def _unproved(spec: BuildSpec, number: int, self_tests: Sequence[KeySelfTest], w
 def _with_near_ties(
     entry: EntryBuild, part: EntryParts, self_tests: Sequence[KeySelfTest], weights: Sequence[Weight]
 ) -> EntryParts:
-    """Returns the parts of an entry, with bounds that allow a GPU to select other indices with equally good values."""
+    """The parts of an entry, with bounds that allow a GPU to select other indices with equally good values."""
     measured, test = error_bounds(entry.prepared, weights), part.self_test
     bounds = with_near_ties(test.bounds, entry.prepared, self_tests, measured, weights)
     return replace(part, self_test=replace(test, bounds=bounds))
@@ -171,8 +171,8 @@ def _with_near_ties(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """The self-tests of int_keys for which the kernels select other indices than eager PyTorch.  They expect the kernels' indices.
-    `summary`: a text with the number of such indices."""
+    """The self-tests of int_keys whose kernels select other indices than eager PyTorch, with these indices.  `summary`: their
+    number, as text."""
 
     self_tests: tuple[KeySelfTest, ...]
     summary: str
@@ -181,8 +181,7 @@ class Chosen:
 def _proved_entry(
     spec: BuildSpec, number: int, part: EntryParts, trials: Sequence[tuple[Trial, Outcome]], weights: Sequence[Weight]
 ) -> tuple[EntryParts, Chosen]:
-    """Returns the parts of an entry with the proofs of the interpreted int_keys, and its changed self-tests.  Raises
-    proof-failed."""
+    """The parts of an entry with the proofs of its int_keys, and its changed self-tests.  Raises proof-failed."""
     entry = spec.entries[number]
     bounds = error_bounds(entry.prepared, weights)
     within = coarsest(entry.prepared.programs)
@@ -190,7 +189,7 @@ def _proved_entry(
     verdicts: list[Verdict] = []
 
     def judge(self_test: KeySelfTest, seen: Seen) -> Sequence[Difference] | None:
-        if spec.ranks is not None:  # `verdict` runs eager PyTorch, which would need all ranks
+        if spec.ranks is not None:  # an eager run needs all ranks
             return None
         key_verdict = verdict(entry.prepared, self_test, seen, bounds, weights)
         if key_verdict is None:
@@ -215,7 +214,7 @@ def _interpret(
     scratch: Path,
     tell: Tell,
 ) -> list[list[tuple[Trial, Outcome]]]:
-    """Interprets all int_keys.  Returns the trials and outcomes that ended within the time limit, as a list for each entry."""
+    """Interprets all int_keys.  Returns the trials and outcomes of each entry that ended in time."""
     sources = kernel_sources(compiled)
     trials: dict[IntKey, Trial] = {}
     tasks = []
@@ -231,7 +230,7 @@ def _interpret(
 
 
 def _proved(spec: BuildSpec, parts: Sequence[EntryParts]) -> str:
-    """Returns a text: the number of proved int_keys, and the names of the others."""
+    """A text: how many int_keys were proved, and which were not."""
     proofs = [(entry, proof) for entry, part in zip(spec.entries, parts, strict=True) for proof in part.self_test.proofs]
     count = sum(proof.method == "interpret" for _, proof in proofs)
     unproved_keys = "; ".join(

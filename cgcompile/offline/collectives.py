@@ -1,7 +1,7 @@
 """Replaces the collectives of an exported program by one operator of cgcompile, which is opaque to Inductor.
 
 A functional collective of `torch.distributed` is an operator `_c10d_functional::...`, which a wait_tensor operator follows.
-`cgcompile::collective` replaces both.  The wrapper that Inductor writes calls it by name, and `lower/launches.py` records the call.
+`cgcompile::collective` replaces both.  Inductor's wrapper calls it by name, and `lower/launches.py` records the call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from ..targets.collectives.exchange_nodes import output_shape
 
 NAME = "collective"
-"""The operator.  Its arguments: the input, one of `exchange_nodes.KINDS`, the number of ranks, the sender or -1, and the result of
-the previous collective.  It returns the received tensor."""
+"""(input, one of `exchange_nodes.KINDS`, number of ranks, sender or -1, result of the previous collective) -> the received
+tensor."""
 
 _LIBRARY = torch.library.Library("cgcompile", "FRAGMENT")
 _LIBRARY.define(f"{NAME}(Tensor given, str kind, int world, int sender, Tensor? after=None) -> Tensor")
@@ -32,7 +32,7 @@ torch.library.register_fake(f"cgcompile::{NAME}", _shape, lib=_LIBRARY)
 COLLECTIVE = torch.ops.cgcompile.collective.default
 
 UNSAID = 0
-"""The number of ranks for operators that do not state it.  It means all ranks of the build."""
+"""The number of ranks for operators that do not state it: all ranks of the build."""
 
 
 def _all_reduce(tensor: Tensor, reduction: str, group: str) -> Tensor:

@@ -1,5 +1,5 @@
 """The result of lowering one int_key: the launches in order with typed arguments, and the buffers that they use.  `compile` makes
-images of the kernel variants.  `assemble` makes the arena plan and the recordings.  Imports neither torch nor Triton."""
+images of the variants, `assemble` the arena plan and the recordings.  Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class HostRead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetCondition:
-    """Sets the condition of the region's branch or loop number `conditional` to the byte.  0 is false.  For a switch, the byte is
-    the number of the body."""
+    """Sets the condition of the region's branch or loop number `conditional` to the byte: 0 is false.  A switch runs the body with
+    this number."""
 
     conditional: int
     byte: Pointer
@@ -132,7 +132,7 @@ class Begin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextBody:
-    """Begins the next body of a branch: the false body of an "if", or the body of a "switch" for the next number."""
+    """Begins the next body of a branch: the false body, or that of a switch's next number."""
 
     conditional: int
 
@@ -159,8 +159,8 @@ class BufferView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldedConstant:
-    """A new weight, which was computed when the program was lowered.  `name` is derived from the contents.  `sources`: the names of
-    the program's weights that it was computed from."""
+    """A weight that was computed when the program was lowered.  `name` is derived from the contents.  `sources`: the names of the
+    weights that it was computed from."""
 
     name: str
     contents: bytes

@@ -1,6 +1,6 @@
-"""The self-test of a bundle that cannot run on this machine.  The steps of its programs become stages for the interpreter, and the
-results are compared with eager PyTorch.  The stages come from the manifest, so the self-test covers the copies and the order of the
-steps.  Host regions do not run: eager PyTorch computes their outputs from the same inputs."""
+"""The self-test of a bundle that cannot run on this machine.  The steps of a program become stages for the interpreter, whose
+results are compared with eager PyTorch.  They come from the manifest, so the order of the steps and the copies are tested, too.
+Host regions do not run: eager PyTorch computes their outputs from the same inputs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Sources = tuple[tuple[tuple[str, str], KernelVariant], ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """The stages of a program, and the values that eager PyTorch computed.  `crossing`: the values that are copied to the host.
-    `compared`: the values that the self-test compares: the last call's outputs, then the mutated inputs and the state after the
-    calls.  `early`: for each call but the last, a tensor with the shape and dtype of each integer output, and None for the other
-    outputs.  `order`: the kind of each value that is read, CROSSING, EARLY or COMPARED."""
+    `compared`: the last call's outputs, then the mutated inputs and the state after the calls.  `early`: for each call but the
+    last, a tensor like each integer output, None for other outputs.  `order`: the kind of each value that is read, CROSSING, EARLY
+    or COMPARED."""
 
     key: IntKey
     stages: tuple[Stage, ...]
@@ -52,7 +52,7 @@ class Trial:
     order: tuple[str, ...]
 
     def read(self, outcome: Outcome, kind: str) -> list[bytes]:
-        """Returns the contents that were read of the values of one kind."""
+        """The contents that were read, of the values of one kind."""
         return [contents for which, contents in zip(self.order, outcome.read, strict=True) if which == kind]
 
     def seen(self, outcome: Outcome) -> Seen:
@@ -75,8 +75,7 @@ def make_trial(
     key: IntKey,
 ) -> Trial:
     """Builds the stages of a program for the self-test's inputs and number of calls.  `weights`: the manifest's rows.
-    `recordings`: by file name.  `split`: the program's regions by build key, or None for a single graph.  `key`: the build key: the
-    int_key, after the entry's number if there are several entries."""
+    `recordings`: by file name.  `split`: None for a single graph.  `key`: the build key (`targets.build_spec.build_key`)."""
     builder = _Stages()
     crossing, order = [], []
     early = [None if is_float(value.dtype) else value for value in self_test.outputs]
@@ -113,8 +112,8 @@ def make_trial(
 def _contents(
     program: Program, self_test: KeySelfTest, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None, key: IntKey
 ) -> Iterator[dict[int, torch.Tensor]]:
-    """Yields for each call the contents of the program's values by position, computed by eager PyTorch on the CPU.  For inputs and
-    state, these are the contents at the start of the call."""
+    """Yields for each call the contents of the program's values by position, computed by eager PyTorch on the CPU.  Inputs and
+    state have their contents at the start of the call."""
     input_contents = dict(zip(program.inputs, self_test.inputs, strict=True))
     if split is None:
         yield from [input_contents] * prepared.self_test_calls
@@ -181,12 +180,12 @@ def interpret_ranks(tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence
 
 
 Judge = Callable[[KeySelfTest, Seen], Sequence[Difference] | None]
-"""Compares results with eager PyTorch that selects the same indices.  Returns the differences, or None if the results do not come
-from equally good selections."""
+"""Returns the differences from eager PyTorch that selects the same indices, or None if no equally good selection gives these
+results."""
 
 
 def nobody(self_test: KeySelfTest, seen: Seen) -> None:
-    """A `Judge` that always returns None, so that other indices count as errors."""
+    """A `Judge` that accepts no other indices."""
 
 
 def proved(
@@ -200,10 +199,10 @@ def proved(
     judge: Judge = nobody,
 ) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
     """Returns the self-test's bounds and the proofs of the outcomes; a proof without an outcome stays unchanged.  `judge` is called
-    for int_keys whose differences exceed the bounds.
+    for int_keys that exceed their bounds.
 
-    `within`: the largest allowed error of values that are copied to the host.  For integers it is the fraction that may differ,
-    because rounding can change a comparison.  Later stages use eager PyTorch's values.  Raises proof-failed.
+    `within`: the allowed error of values that are copied to the host.  Of integers, this fraction may differ, because rounding can
+    change a comparison.  Later stages use eager PyTorch's values.  Raises proof-failed.
     """
     key_differences: dict[IntKey, Sequence[Difference]] = {}
     for trial, outcome in trials:
@@ -232,7 +231,7 @@ def _tensor(like: torch.Tensor, contents: bytes) -> torch.Tensor:
 
 
 class _Stages:
-    """Collects stages.  An input or a recording begins the next stage if this one already has a recording or a read value."""
+    """Collects stages.  An input or recording begins a new stage if this one has a recording or reads."""
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []

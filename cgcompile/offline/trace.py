@@ -1,5 +1,5 @@
-"""Lowers exported programs to Triton, compiles the kernels and plans the memory, for a GPU that need not be present.  Every
-cross-compiled recording takes these three steps."""
+"""Lowers exported programs to Triton, compiles kernels and plans memory, for a GPU that need not be present.  Every cross-compiled
+recording takes these three steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BLOCKS = re.compile(r"\b(BLOCK_[MNK]|GROUP_M)\b[^=\n]*= (\d+)$", re.MULTILINE)
 
 
 Calls = Mapping[IntKey, Sequence[torch.Tensor]]
-"""Example inputs by build key: the int_key, after the entry's number if the model has several entries."""
+"""Example inputs by build key (`targets.build_spec.build_key`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +67,8 @@ class LoweredPrograms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledPrograms:
-    """The kernels of all programs, and all images by sha256.  `conditions`: the kernel that sets conditions of branches and loops,
-    or None if no program has one."""
+    """The kernels of all programs, and all images by sha256.  `conditions`: the kernel that sets conditions of branches and
+    loops."""
 
     kernels: Mapping[KernelVariant, CompiledKernel] = field(repr=False)
     images: Mapping[str, bytes] = field(repr=False)
@@ -87,7 +87,7 @@ class PlacedPrograms:
 
 
 def live_weights_of(spec: BuildSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Returns `live_weights` of the spec's programs, which have the weights and state `tensors`."""
+    """See `live_weights`.  `tensors`: those of the spec's programs."""
     aliases = [alias for entry in spec.entries for alias in entry.prepared.aliases]
     return live_weights(tensors, aliases, spec.entries[0].prepared.state)
 
@@ -178,7 +178,7 @@ def _exchange_kernels(spec: BuildSpec, lowered: LoweredPrograms) -> ExchangeKern
 
 
 def summary(lowered: LoweredPrograms) -> str:
-    """Returns a text: the number of kernels, and how many configurations were chosen by each method."""
+    """A text: the number of kernels, and of configurations that each method chose."""
     chosen = [variant.selected_by for graph in lowered.traced.values() for variant in graph.variants]
     counts = {method: chosen.count(method) for method in ("table", "nearest", "heuristic") if method in chosen}
     phrases = [f"{count} by {method}" for method, count in counts.items()]
@@ -189,7 +189,7 @@ def summary(lowered: LoweredPrograms) -> str:
 
 
 def configurations(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:
-    """Returns the configuration of every kernel and how it was chosen, as JSON."""
+    """The configuration of every kernel and how it was chosen, as JSON."""
     rows = {}
     for variant, kernel in compiled.items():
         sizes = {name: value for name, value in variant.constants if isinstance(value, int) and not isinstance(value, bool)}

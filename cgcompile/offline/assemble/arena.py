@@ -1,9 +1,9 @@
 """The arena plan: the offsets of a lowered program's temporaries in memory `arena`.  Pure; sizes in bytes.
 
-Two temporaries may share bytes if the last use of one comes before the first use of the other.  The largest sum of sizes that are
-live together is a lower bound.  Finding the smallest arena is NP-hard (dynamic storage allocation).  Greedy placement in a few
-orders reaches the bound on real programs.  If it does not, the buffers at the highest offsets are placed first in the next attempt.
-Equal programs get equal plans.
+Two temporaries may share bytes if one's last use comes before the other's first use.  The largest sum of sizes that are live
+together is a lower bound.  Finding the smallest arena is NP-hard (dynamic storage allocation).  Greedy placement in a few orders
+reaches the bound on real programs.  If it does not, the highest buffers are placed first in the next attempt.  Equal programs get
+equal plans.
 """
 
 from __future__ import annotations
@@ -192,8 +192,7 @@ def _pack(lives: Sequence[Lifetime], bound: int) -> tuple[list[int], int]:
 def _improve(
     lives: Sequence[Lifetime], meets: Sequence[Sequence[int]], bound: int, best: tuple[int, list[int], Order, Gap], rounds: int
 ) -> tuple[list[int], int]:
-    """Repeatedly moves the buffers at the highest offsets to the front of the order.  Returns the smallest plan: the offsets in the
-    order of `lives`, and the end of the highest buffer."""
+    """Repeatedly moves the highest buffers to the front of the order.  Returns the smallest plan, like `_pack`."""
     height, offsets, order, gap = best
     current, seen = order, {tuple(order)}
     current_offsets, top = offsets, height
@@ -245,7 +244,7 @@ def _orders(lives: Sequence[Lifetime]) -> Iterator[Order]:
 
 
 def _pressure(lives: Sequence[Lifetime]) -> list[int]:
-    """For each lifetime, the largest sum of live sizes during it.  Only first uses are examined, because only they increase it."""
+    """For each lifetime, the largest sum of live sizes during it.  It grows only at first uses."""
     sums = list(_sums(lives))
     result = []
     for i, life in enumerate(lives):
@@ -280,8 +279,8 @@ def lowest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
 
 
 def tightest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
-    """Returns the offset of the smallest gap with `size` bytes or more, the lowest of equal gaps.  Without one, returns the end of
-    all ranges."""
+    """Returns the offset of the smallest gap with `size` bytes or more, the lowest of equal ones.  Without a gap, returns the end
+    of all ranges."""
     free, best, size_of_best = 0, -1, 0
     for start, end in taken:
         if start - free >= size and (best < 0 or start - free < size_of_best):

@@ -15,8 +15,7 @@ from ..lowered import TEMPORARY, LoweredProgram
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """`reserved`: the range of bytes of each entry.  `offsets`: key -> position in `Lowered.buffers` -> offset in memory arena.
-    `start`: the offset of the shared part."""
+    """`offsets`: key -> position in `Lowered.buffers` -> offset in memory arena.  `start`: the offset of the shared part."""
 
     reserved: tuple[DonatedRange, ...]
     offsets: Mapping[IntKey, Mapping[int, int]]

@@ -1,6 +1,5 @@
-"""Merges a program's lowered regions at one int_key into one program with one list of buffers and one arena plan.  Pure.  An event
-shows that the host reads a buffer between two regions.  Values that the host computes are in memory `inputs`, after the call's
-tensors."""
+"""Merges a program's lowered regions at one int_key into one program with one list of buffers and one arena plan.  Pure.  A read by
+the host between two regions is an event.  Values that the host computes are in memory `inputs`, after the call's tensors."""
 
 from __future__ import annotations
 
@@ -55,10 +54,10 @@ def whole(traced: Lowered) -> LoweredProgram:
 
 
 def merge(key: IntKey, regions: Sequence[LoweredRegion], input_names: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
-    """Merges `regions`, in the order in which they run.  `input_names`: the names of the INPUT buffers in order: the call's inputs,
-    then the values that the host computes and a graph reads.  `outputs`: the call's outputs.  Outputs of graphs stay allocated to
-    the end.  Raises inputs-unlike if a region reads a value in another layout than it was computed in, and place-invalid if the
-    value exceeds its buffer."""
+    """Merges `regions`, in the order in which they run.  `input_names`: the INPUT buffers in order: the call's, then the values
+    that the host computes and a graph reads.  `outputs`: the call's outputs; graphs' outputs stay allocated to the end.  Raises
+    inputs-unlike if a region reads a value in another layout than it was computed in, and place-invalid if the value exceeds its
+    buffer."""
     merged = MergedProgram(key=key, input_places={name: place for place, name in enumerate(input_names)})
     for region in regions:
         if region.lowered is None:
@@ -69,8 +68,8 @@ def merge(key: IntKey, regions: Sequence[LoweredRegion], input_names: Sequence[s
 
 
 class MergedProgram:
-    """Builds the merged program.  `views`: the outputs of the regions so far, by name.  `on_host`: the names of those that the host
-    has read.  `shared`: the buffers of weights and inputs by kind and name, which several regions may use."""
+    """Builds the merged program.  `views`: the regions' outputs by name.  `on_host`: the outputs that the host has read.  `shared`:
+    the buffers of weights and inputs by kind and name."""
 
     def __init__(self, key: IntKey, input_places: Mapping[str, int]) -> None:
         self.key = key
@@ -93,8 +92,8 @@ class MergedProgram:
                 self.events.append(HostRead(buffer=self.views[name].pointer.buffer))
 
     def add(self, region: LoweredRegion, traced: Lowered, targets: Sequence[Pointer] = ()) -> None:
-        """Adds a graph region, or a part of one.  `targets`: the addresses to write its dense outputs to; with (), the outputs stay
-        in the buffers of the region."""
+        """Adds a graph region, or a part of one.  `targets`: the addresses for its dense outputs, or () for buffers of the
+        region."""
         start = len(self.events)
         replaced = _output_buffers(traced) if targets else {}
         places = [
@@ -121,17 +120,16 @@ class MergedProgram:
         self.written |= dict.fromkeys([index for index in written if self.buffers[index].kind != TEMPORARY])
 
     def temporary(self, nbytes: int, at: int | None = None) -> Pointer:
-        """Returns a pointer to a new buffer.  It is allocated before event number `at`, by default after all events so far."""
+        """Returns a new buffer, allocated before event number `at`, or after all events."""
         pointer = self._new(Buffer(kind=TEMPORARY, name=f"own{len(self.buffers)}", nbytes=nbytes))
         self.events.insert(len(self.events) if at is None else at, Allocate(buffer=pointer.buffer))
         return pointer
 
     def argument_pointer(self, kind: str, name: str, nbytes: int) -> Pointer:
-        """Returns a pointer to the buffer of a weight, or of an input of the call, whose `name` is its number."""
+        """Returns the buffer of a weight, or of an input, whose name is its number."""
         return self._shared(Buffer(kind=kind, name=name, nbytes=nbytes))
 
     def program(self, outputs: Sequence[str]) -> LoweredProgram:
-        """Returns the merged program with these outputs."""
         traced = self.joined((), [self.views[name] for name in outputs if name in self.views])
         return LoweredProgram(lowered=traced, regions=tuple(self.regions))
 
@@ -149,7 +147,7 @@ class MergedProgram:
         )
 
     def _place(self, region: LoweredRegion, traced: Lowered, buffer: Buffer) -> Pointer:
-        """Returns the pointer to the start of a region's buffer in the merged program."""
+        """Returns where a region's buffer begins in the merged program."""
         if buffer.kind == TEMPORARY:
             return self._new(replace(buffer, name=f"{region.name}.{buffer.name}"))
         if buffer.kind == WEIGHT:
@@ -185,7 +183,7 @@ def dense_bytes(tensor: BufferView) -> int:
 
 
 def _output_buffers(traced: Lowered) -> dict[int, int]:
-    """Maps each buffer that contains exactly one output, and nothing else, to the number of this output."""
+    """Maps buffers that contain one output and nothing else to the output's number."""
     output_numbers: dict[int, int] = {}
     output_buffers = [output.pointer.buffer for output in traced.outputs]
     for number, output in enumerate(traced.outputs):
@@ -212,7 +210,7 @@ def _merged_pointer(pointer: Pointer, places: Sequence[Pointer]) -> Pointer:
 
 
 def _merged_event(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> Event:
-    """Returns a region's event with the buffers and variants of the merged program.  `places`: where the region's buffers begin."""
+    """Returns a region's event with the buffers (at `places`) and variants of the merged program."""
     match event:
         case Launch():
             arguments = tuple(

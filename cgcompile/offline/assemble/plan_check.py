@@ -19,7 +19,7 @@ TAIL = 256
 
 
 def check_plan(lowered: Lowered, plan: Plan) -> None:
-    """Raises arena-overlap if two temporaries share bytes while both are needed, and place-invalid if one is not aligned or not
+    """Raises arena-overlap if two temporaries that are needed together share bytes, and place-invalid if one is not aligned or not
     inside the arena."""
     _check_places(lowered, plan)
     needed = _needed(lowered)
@@ -61,7 +61,7 @@ def _check_places(lowered: Lowered, plan: Plan) -> None:
 
 
 def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
-    """Temporary -> (first event that uses it, last event), extended over loops and for outputs."""
+    """Temporary -> (first event that needs it, last event)."""
     spans: dict[int, tuple[int, int]] = {}
     opened: list[int] = []
     loops: list[tuple[int, int]] = []

@@ -187,7 +187,7 @@ def _kernel(launch: Launch, function: int, compiled: CompiledKernel, addresses: 
     location = f"{location} ({variant.name})"
     block = pack_arguments(compiled, launch, location)
     relocations = tuple(Relocation(at=at, target=addresses.address(place, 0, location)) for at, place in block.places)
-    # a kernel that was compiled for multiples of 16 accesses wrong addresses if an argument is not one
+    # a kernel compiled for multiples of 16 accesses wrong addresses with other values
     for (_, name), value in zip(compiled.params, launch.arguments, strict=True):
         number = addresses.address(value, 0, location).offset if isinstance(value, Pointer) else value
         if name in variant.divisible and number % DIVISOR:
@@ -223,7 +223,7 @@ def _exchange(
 
 
 def _copies(copy: Copy, addresses: _Addresses, location: str) -> Iterator[MemcpyNode]:
-    """Splits a copy into rows of at most LARGEST_ROW bytes, because the driver's limit for a row is 2 GiB (MAX_PITCH)."""
+    """Splits a copy into rows of at most LARGEST_ROW bytes; the driver's limit is 2 GiB (MAX_PITCH)."""
     source, target = addresses.address(copy.source, copy.nbytes, location), addresses.address(copy.target, copy.nbytes, location)
     for start in range(0, copy.nbytes, LARGEST_ROW):
         width = min(LARGEST_ROW, copy.nbytes - start)

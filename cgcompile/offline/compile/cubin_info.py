@@ -1,4 +1,4 @@
-"""Reads from a cubin how a kernel is launched: its block size, its cluster size, and its parameters as the driver reports them
+"""Reads from a cubin how a kernel is launched: block and cluster size, and parameters as the driver reports them
 (cuFuncGetParamInfo).  Pure.
 
 NVIDIA does not document the section `.nv.info.<kernel>`.  The format was observed in cubins of ptxas 12.8 and 13.1 for sm_80 to
@@ -16,7 +16,7 @@ from ...errors import BuildError
 from ...targets.cuda.elf import read_sections
 
 EIATTR_REQNTID, EIATTR_CTA_PER_CLUSTER = 0x10, 0x3D
-"""Attributes: the required number of threads of a block, and of blocks of a cluster, along each axis."""
+"""Attributes: the required threads of a block and blocks of a cluster, per axis."""
 
 EIATTR_KPARAM_INFO, EIATTR_CBANK_PARAM_SIZE, EIATTR_KPARAM_INFO_V2 = 0x17, 0x19, 0x45
 """Attributes: a parameter, the size of all parameters in bytes, and a parameter of a kernel with more than 4 KiB of parameters."""

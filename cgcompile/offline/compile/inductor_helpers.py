@@ -20,7 +20,7 @@ RUNTIME = "torch._inductor.runtime"
 
 @cache
 def triton_helpers() -> Any:
-    """Returns the module with its real name and file path, because Triton writes both into its output."""
+    """The module with its real name and file, because Triton writes both into its output."""
     name = f"{RUNTIME}.triton_helpers"
     if name not in sys.modules:
         with suppress(ImportError, AttributeError):  # raised if the module needs more of torch

@@ -1,6 +1,6 @@
-"""Compiles kernel variants to images in processes that need no GPU, with a cache.  If all images are cached, it imports neither
-torch nor Triton.  An image depends only on its variant, the architecture, and the versions of Triton (with its ptxas) and torch
-(whose helpers the kernels call).  Therefore Triton's environment variables are hidden from the processes."""
+"""Compiles kernel variants to images in processes that need no GPU, with a cache.  With all images cached, it imports neither torch
+nor Triton.  An image depends only on its variant, the architecture, and the versions of Triton (with its ptxas) and torch (whose
+helpers the kernels call).  Therefore Triton's environment variables are hidden from the processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST_TENSOR_MEMORY = 512
 """Columns of tensor memory of a multiprocessor (sm_100, sm_103).  Triton's CompiledKernel has the same limit."""
 
 LARGEST_BLOCK = 1024
-"""The maximum number of threads of a block, on every architecture so far."""
+"""The maximum threads of a block, on every architecture so far."""
 
 SETTINGS = re.compile(r"(TRITON|MLIR|LLVM|NVPTX|PTXAS|DISABLE_PTXAS|AMDGCN|USE_IR_LOC|TORCHINDUCTOR|TORCH_COMPILE)")
 """Prefixes of environment variables that change Triton's output or search paths."""
@@ -32,8 +32,7 @@ SETTINGS = re.compile(r"(TRITON|MLIR|LLVM|NVPTX|PTXAS|DISABLE_PTXAS|AMDGCN|USE_I
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelImage:
-    """Triton's output for a variant.  `shared` (dynamic shared memory) and the scratch memories: in bytes per block.  `blocks`: per
-    cluster."""
+    """Triton's output for a variant.  `shared` (dynamic) and scratch memory: bytes per block.  `blocks`: per cluster."""
 
     image: bytes
     symbol: str

@@ -1,18 +1,17 @@
 """Lets kernels begin before the previous kernel has ended: CUDA's programmatic dependent launch (sm_90 and later).
 
-A chain is a sequence of consecutive kernels, each of which may begin before the previous one has ended.  The first kernel of a
-chain begins when all earlier nodes have ended.  The next kernel may begin when every block of the previous one has executed
+In a chain of consecutive kernels, each may begin before the previous one has ended.  The first kernel of a chain begins when all
+earlier nodes have ended.  The next kernel may begin when every block of the previous one has executed
 `griddepcontrol.launch_dependents`.
 
 A later kernel first reads memory that no kernel of its chain has written so far: weights, and caches of earlier calls or
 iterations.  Then it waits until the previous kernel has ended and its writes are visible (`griddepcontrol.wait`).  All other reads
-and all writes come after the wait.  No kernel ends before its wait is over.  So when kernel 2 has ended, kernel 1 has ended too,
-and kernel 3 may read what both wrote.
+and all writes come after the wait.  No kernel ends before its wait is over.  So when kernel 2 has ended, kernel 1 has ended, and
+kernel 3 may read what both wrote.
 
 Matrix products on tensor cores always begin when all earlier nodes have ended.  They have large blocks, about one per
-multiprocessor, and load their operands in a loop.  So there is no work that they could do before the wait.  When they began early,
-a step of Llama-8B for 32 sequences took 8.8 ms, and 7.4 ms otherwise.  The times of its kernels add up to 7.2 ms (H100).
-Probably the blocks of the products were distributed unevenly.
+multiprocessor, and load operands in a loop, so they have no work to do before the wait.  When they began early, a step of Llama-8B
+for 32 sequences took 8.8 ms, and 7.4 ms otherwise.  The times of its kernels add up to 7.2 ms (H100).
 
 A kernel may allow the next one to begin only if the next one waits.  Without the wait, the kernel that sets the condition of a loop
 read stale bytes, although the edge before it was a full dependency (H200, driver 580.159).
@@ -48,7 +47,7 @@ MIN_CAPABILITY = 90
 WAIT, BEGIN_NEXT = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
 USES_FEATURE = "gdc_", "griddepcontrol"
-"""Text in the source of kernels that already use programmatic dependent launch."""
+"""Text in the source of kernels that use it already."""
 
 CO_SCHEDULED = "launch_cooperative_grid", "num_ctas"
 """Options of kernels whose blocks must run at the same time.  These kernels are not changed."""

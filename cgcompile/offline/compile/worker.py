@@ -35,8 +35,8 @@ def work(request: tuple[KernelVariant, str]) -> KernelImage:
 
 
 def first_line(kind: str, text: str) -> str:
-    """Returns the most useful line of a compiler's message: ptxas's error, or the first line that is neither a position ("at 3:4:")
-    nor quoted source."""
+    """The most useful line of a compiler's message: ptxas's error, or the first line that is neither a position ("at 3:4:") nor
+    source."""
     lines = [line.strip() for line in text.splitlines()]
     if error_line := next((line for line in lines if re.match(r"ptxas.*(error|fatal)", line)), ""):
         return f"{kind}: {error_line}"

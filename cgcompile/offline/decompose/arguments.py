@@ -1,4 +1,4 @@
-"""Describes the arguments of a program, makes fake cuda tensors for them, and lists the arguments that the program writes to."""
+"""The arguments of a program, fake cuda tensors for them, and which of them the program writes to."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Attention in one Triton kernel of cgcompile, which does not store the matrix of scores.  Inductor launches the kernel unchanged.
 
 A program instance computes a block of rows of one head.  It loops over the columns with a running maximum and sum (FlashAttention,
-arXiv 2205.14135, section 3.1).  The kernel reads tensors with their strides.  The result's axes have the query's memory order, as
-in torch.  So nothing is copied.  Inductor (torch 2.11, 2.13) passes tensors with the strides that were traced.  `launches` checks
-this by the constants TENSOR_stride_AXIS.
+arXiv 2205.14135, section 3.1).  It reads tensors with their strides, and the result's axes have the query's memory order, as in
+torch, so nothing is copied.  Inductor (torch 2.11, 2.13) passes tensors with the strides that were traced.  `launches` checks this
+by the constants TENSOR_stride_AXIS.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ NO_MASK, KEEP, ADD = 0, 1, 2
 """The kernel's MASK: none; bool, True for columns that count; numbers that are added to the scores."""
 
 SLICE = 32 << 10
-"""The limit for (bytes of keys that a block loads at a time) * (bytes of an element).  The element's size counts twice, because
-float32 products need more registers."""
+"""The limit for (bytes of keys that a block loads at a time) * (bytes of an element), because float32 needs more registers."""
 
 FEW_COLUMNS = 512
-"""Few rows and heads give few program instances.  Up to this many columns, they are as fast as Inductor's separate kernels, which
-use all multiprocessors."""
+"""Up to this many columns, few program instances are as fast as Inductor's separate kernels on all multiprocessors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +68,10 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """Computes softmax(query @ key^T * scale + mask) @ value inside `fake_device`, for arguments that `fits` accepts.
 
-    query (..., heads, rows, width), key (..., groups, columns, width), value (..., groups, columns, depth).  mask is broadcast to
-    (..., heads, rows, columns): a bool mask is True for columns that count, a float mask is added to the scores.  `heads` is a
-    multiple of `groups`; leading axes are broadcast.  A row in which no column counts becomes zeros, as in torch.  Returns
-    (..., heads, rows, depth) of the query's dtype.
+    query (..., heads, rows, width), key (..., groups, columns, width), value (..., groups, columns, depth).  mask broadcast to
+    (..., heads, rows, columns): bool (True: the column counts), or a float that is added.  `heads` is a multiple of `groups`;
+    leading axes are broadcast.  A row in which no column counts becomes zeros, as in torch.  Returns (..., heads, rows, depth) of
+    the query's dtype.
     """
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     q, k, v, m = [None if tensor is None else _with_four_axes(tensor, lead) for tensor in (query, key, value, mask)]

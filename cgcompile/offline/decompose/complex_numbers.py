@@ -1,9 +1,8 @@
-"""Computes with pairs of real tensors instead of complex ones: Inductor has no kernels for complex numbers, and without the GPU no
-library can be called.
+"""Computes with pairs of real tensors instead of complex ones, for which Inductor has no kernels.
 
-When a program is retraced, operations that take or return complex numbers run on `Pair`s.  Composite operators (`fft_rfft`,
-`stft`, `real`) are traced alone to find the operators that they consist of.  Those operators need an entry in `RULES` or `EACH`.
-Inputs and results of a program stay complex, and are refused because they have no kernel.
+When a program is retraced, operations that take or return complex numbers run on `Pair`s.  Composite operators (`fft_rfft`, `stft`,
+`real`) are first traced, each separately.  The operators that they consist of need an entry in `RULES` or `EACH`.  Inputs and
+results of a program stay complex, and are refused because they have no kernel.
 
 Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, `torch.func.functionalize`.
 """
@@ -57,8 +56,8 @@ def joined(value: Any) -> Any:
 
 
 def _parts(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GraphModule:
-    """Returns the graph of the operators that an operator consists of.  Traces it in a separate thread, where the modes of the
-    current trace, which are thread-local, are not active."""
+    """Returns the graph of the operators that an operator consists of.  Traces it in another thread, because the modes of the
+    current trace are thread-local."""
     leaves, spec = torch.utils._pytree.tree_flatten((tuple(args), dict(kwargs)))
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Pair | Tensor)]
     layouts = [_layout(leaves[index]) for index in places]
@@ -367,4 +366,4 @@ EACH: dict[Any, Any] = dict.fromkeys([
     aten.sum.dim_IntList, aten.t.default, aten.transpose.int, aten.tril.default, aten.triu.default, aten.unbind.int,
     aten.unfold.default, aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
 ]) | {aten.transpose_.default: aten.transpose.int}  # fmt: skip
-"""Operators that are applied to the real and to the imaginary part.  A value that is not None is the operator to apply instead."""
+"""Operators that are applied to both parts.  A value that is not None is applied instead."""

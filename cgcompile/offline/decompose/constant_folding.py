@@ -34,26 +34,26 @@ GROWTH = 1.25
 
 
 TABLE = 64 << 20
-"""The maximum bytes of a folded table, which is a double-precision result that depends on nothing."""
+"""The maximum bytes of a folded double-precision table."""
 
 
 def fold(
     retraced: Retraced, values: Mapping[str, torch.Tensor], live: Collection[str] = ()
 ) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
-    """Folds constants; changes the graph of `retraced` in place.  Returns `retraced` with the constants as new weights, and the
-    constants.  `values`: the program's tensors by name, on the CPU.  Nothing is computed from weights that the program changes, or
-    that are in `live`."""
+    """Folds constants; changes the graph of `retraced` in place.  Returns it with the constants as new weights, and the constants.
+    `values`: the program's tensors by name, on the CPU.  Folds nothing that depends on weights in `live` or on those that the
+    program changes."""
     graph = retraced.graph.graph
     named = _weights(retraced, live)
     weights = {node: values[name].detach() for node, name in named.items()}
     for node in _derived(graph, weights):
-        if _multiplies_by_one(node):  # such as the bias of a product of one row; a folded copy of it could not be updated
+        if _multiplies_by_one(node):  # such as a bias in a product of one row; a folded copy could not be updated
             node.replace_all_uses_with(node.args[0])
     derived = _derived(graph, weights)
     constants: dict[str, FoldedConstant] = {}
     tensors, names = list(retraced.tensors), list(retraced.names)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    # computes all constants before any is replaced by a placeholder, because one may depend on another
+    # computes all constants before it replaces any, because one may depend on another
     nodes = list(_read_nodes(graph, derived, weights))
     computed = [(node, _computed(node, weights), {named[weight] for weight in _from_weights(node, weights)}) for node in nodes]
     for node, tensor, sources in computed:
@@ -97,8 +97,7 @@ def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[N
 
 
 def _overwritten_nodes(graph: torch.fx.Graph) -> set[Node]:
-    """Nodes whose memory a later operation writes to.  torch's decompositions do this.  For example, a circular padding fills an
-    empty tensor."""
+    """Nodes whose memory a later operation writes to.  torch decomposes circular padding like this."""
     written: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -179,7 +178,7 @@ def _from_weights(node: Node, known: Mapping[Node, torch.Tensor]) -> set[Node]:
 
 
 def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
-    """Returns the value of a node with the node's strides in the graph, or None if it is too large or not dense."""
+    """The value of a node with its strides in the graph, or None if it is too large or not dense."""
     fake = node.meta["val"]
     size = fake.numel() * fake.element_size()
     weights = [known[weight] for weight in _from_weights(node, known)]

@@ -14,14 +14,13 @@ from ...transforms.few_rows.decompositions import PRODUCTS, kept
 aten = torch.ops.aten
 
 FEW = 8
-"""A convolution of at most this many input channels is computed as a matrix product over a copy of the input."""
+"""A convolution of at most this many input channels is a matrix product over a copy of the input."""
 
 ROW = 8
 """The maximum length of a sum that Inductor unrolls, and then can fuse, with the options in ../lower/inductor.py."""
 
 BLOCKS, DEEP = 32, 2048
-"""A convolution has too little parallel work if it has fewer than BLOCKS blocks of 64 by 64, and an inner axis of at least DEEP
-elements."""
+"""With fewer than BLOCKS blocks of 64 by 64, and an inner axis of DEEP elements or more, there is too little parallel work."""
 
 
 def convolution(
@@ -35,9 +34,8 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Replaces convolutions that Inductor's templates do not support, or compute slowly.  The templates support only two- and
-    three-dimensional convolutions without dilation.  x (batch, channels, *size), weight (out, in per group, *kernel), or
-    (in, out per group, *kernel) if transposed."""
+    """Replaces convolutions that Inductor's templates compute slowly or not at all.  They support two and three dimensions, without
+    dilation.  x (batch, channels, *size), weight (out, in per group, *kernel), or (in, out per group, *kernel) if transposed."""
     axes = weight.dim() - 2
     stride, padding, dilation = _per_axis(stride, axes), _per_axis(padding, axes), _per_axis(dilation, axes)
     output_padding = _per_axis(output_padding, axes)
@@ -87,11 +85,11 @@ def _taps(x: Tensor, kernel: Sequence[int], stride: list[int], padding: list[int
 
 
 def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
-    """A convolution with one input channel per group, as sums without matrix products.  A window of at most `ROW` adjacent
-    positions of the convolution's kernel is one sum, which Inductor unrolls.  One operation per position gave graphs of thousands.
+    """One input channel per group: sums without matrix products.  At most `ROW` adjacent kernel positions are one sum, which
+    Inductor unrolls.  One operation per position gave graphs of thousands of nodes.
 
     `kept` writes the total to memory, so that one Triton kernel computes all sums.  Without it, Inductor fuses a reader of another
-    shape only with the last additions, and makes a Triton kernel for every row of positions."""
+    shape only with the last additions, and launches a kernel per row."""
     wide = torch.float32 if x.dtype in PRODUCTS else x.dtype
     repeated = x.repeat_interleave(weight.shape[0] // x.shape[1], 1) if weight.shape[0] != x.shape[1] else x
     *kernel, width = weight.shape[2:]
@@ -119,26 +117,24 @@ def _strides(x: Tensor, shape: Sequence[int]) -> list[int]:
 
 
 def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
-    """A convolution with a kernel of one position, as a matrix product, which `split_k` can split.  Inductor's own conversion to a
-    product comes after `split_k`."""
+    """A kernel of one position as a matrix product, which `split_k` can split.  Inductor's conversion comes after `split_k`."""
     batch, channels, height, width = x.shape
     flat = x.permute(0, 2, 3, 1).reshape(-1, channels)
     return torch.mm(flat, weight.view(-1, channels).t()).view(batch, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _underfilled(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
-    """Whether the template would have few blocks with many steps each.  A matrix product is then faster, because it can be split.
-    On an H200 (tests/bench/gpu_kernels/kernel_times.py), 49 by 512 by 4608 took 24 us with the template and 7 us as a product.
-    196 by 256 by 2304 took 16 and 14 us.  With more rows (56 and 100 blocks) the product was no faster."""
+    """Whether the template would have few blocks with many steps each.  A product is then faster, because it can be split.  On an
+    H200 (tests/bench/gpu_kernels/kernel_times.py), 49 by 512 by 4608 took 24 us with the template and 7 us as a product.  196 by
+    256 by 2304 took 16 and 14 us.  With more rows (56 and 100 blocks) the product was no faster."""
     sizes = [(x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2)]
     blocks = math.ceil(x.shape[0] * math.prod(sizes) / 64) * math.ceil(weight.shape[0] / 64)
     return blocks < BLOCKS and math.prod(weight.shape[1:]) >= DEEP
 
 
 def _columns(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    """One matrix product.  A row of its first factor has all elements that one output position reads.  Inductor's template instead
-    loops over the kernel's positions, with a block of channels each.  The three channels of an image would fill little of a
-    block."""
+    """One matrix product.  A row of the first factor has all elements that one output position reads.  The template instead loops
+    over the kernel's positions, with a block of channels each, which would be nearly empty for an image's three channels."""
     out, channels, height, width = weight.shape
     padded = F.pad(x, [padding[1], padding[1], padding[0], padding[0]]) if any(padding) else x
     windows = padded.unfold(2, height, stride[0]).unfold(3, width, stride[1])  # (b, c, oh, ow, kh, kw)
@@ -171,7 +167,7 @@ def _transposed(
     output_padding: list[int],
     groups: int,
 ) -> Tensor:
-    """A transposed convolution, as an ordinary one with the flipped kernel, over x with zeros inserted between its elements."""
+    """A convolution with the flipped kernel, over x with zeros inserted between its elements."""
     axes, kernel = len(stride), weight.shape[2:]
     for axis in range(axes):
         if stride[axis] > 1:

@@ -1,10 +1,10 @@
 """Decompositions of operations without a Triton kernel in Inductor into operations that have one.  `REPLACED` maps operations of
 the exported program, before torch decomposes them.  `decompositions()` maps the smaller operations of the retraced graph.  Its
-functions return NotImplemented if Inductor lowers the case well itself.  Large decompositions have their own files in this folder.
+functions return NotImplemented if Inductor lowers the case well itself.
 
-To add one, look at the graph of torch.export.  If the operation is in this graph, add it to `REPLACED`.  If only torch's
-decompositions create the operation, add it to `decompositions()`.  tests/cpu/offline/test_decompositions.py compares the
-decompositions with PyTorch's operators.  `cgcompile operators --target sm_90` lists the operators without a kernel.
+To add one, look at the graph of torch.export.  Operations in this graph go to `REPLACED`, those that only torch's decompositions
+create to `decompositions()`.  tests/cpu/offline/test_decompositions.py compares them with PyTorch's operators.  `cgcompile
+operators --target sm_90` lists the operators without a kernel.
 
 These tables are for cross-compiled bundles.  A captured bundle keeps the kernels that PyTorch launches for such operations, and the
 cpu target calls functions (`targets/kernels/standalone.cpp`, else libtorch).  Both recorders use the decompositions for few rows:
@@ -40,15 +40,14 @@ UNKNOWNS = 128
 """The maximum number of unknowns of a system of equations that is lowered.  Each unknown adds several kernels."""
 
 SUMMED = 16
-"""The solver multiplies matrices of at most this many rows and columns by elementwise products and a sum, which Inductor can
-fuse."""
+"""The solver multiplies matrices up to this size by elementwise products and sums, which Inductor can fuse."""
 
 LONGEST = 512
-"""The maximum length of a sequence for which the matrix of attention scores may be stored in memory."""
+"""The longest sequence whose attention scores may be stored in memory."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Returns the decomposition table for retracing: Inductor's table with additions."""
+    """The decomposition table for retracing: Inductor's table with additions."""
     return {
         **select_decomp_table(),
         **get_decompositions(
@@ -121,8 +120,8 @@ def histogram(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Ten
 
 
 def integer_product(a: Tensor, b: Tensor) -> Tensor:
-    """The product of (m, k) uint8 and (k, n) int8 -> (m, n) int32.  Both factors are converted to int8, because the template needs
-    equal dtypes.  The sums of b's columns usually depend only on weights, and are folded."""
+    """(m, k) uint8 times (k, n) int8 -> (m, n) int32, with int8 factors, because the template needs equal dtypes.  The sums of b's
+    columns usually depend only on weights, and are folded."""
     if a.dtype != torch.uint8:
         return NotImplemented
     return aten._int_mm((a.to(torch.int32) - 128).to(torch.int8), b) + 128 * b.to(torch.int32).sum(0)
@@ -138,8 +137,8 @@ def trilinear(
     sumdim: Sequence[int],
     unroll_dim: int = 1,
 ) -> Tensor:
-    """The sum over `sumdim` of the product of three factors.  Axes of size 1 are inserted into a factor at the positions in its
-    `expand` argument."""
+    """The sum over `sumdim` of the product of three factors, after axes of size 1 are inserted at the positions in `expand1` to
+    `expand3`."""
     for axes, position in ((expand1, 0), (expand2, 1), (expand3, 2)):
         for axis in sorted(axes):
             a, b, c = [x.unsqueeze(axis) if i == position else x for i, x in enumerate((a, b, c))]
@@ -168,7 +167,7 @@ def solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, un
 
 
 def _solved(a: Tensor, b: Tensor, upper: bool, unitriangular: bool) -> Tensor:
-    """Solves for half of the unknowns at a time: the second half first if `a` is upper triangular, else the first half."""
+    """Solves one half of the unknowns, then the other; begins with the second half if `a` is upper triangular."""
     size = a.shape[-1]
     if size <= 1:
         return b if unitriangular or not size else b / a
@@ -201,8 +200,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention of (..., heads, rows, width) to (..., heads, columns, width): one kernel if it `fits`, else float32 scores are
-    stored in memory."""
+    """Queries (..., heads, rows, width), keys (..., heads, columns, width): one kernel if it `fits`, else float32 scores in
+    memory."""
     if dropout_p > 0:
         raise ModelError("random-operation", f"attention with dropout_p={dropout_p} draws random numbers")
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -286,8 +285,8 @@ def gru_cell(
 def leaky(
     x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Tensor:
-    """RReLU without random slopes: the slope is the mean of its bounds.  The default bounds must be those of the operator, because
-    torch omits arguments that equal the defaults."""
+    """RReLU without random slopes: the slope is the mean of its bounds.  The default bounds are the operator's, because torch omits
+    arguments that equal defaults."""
     return NotImplemented if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
 
 
@@ -356,5 +355,5 @@ REPLACED: dict[Any, Callable[..., Any]] = {
 
 
 def replacement(target: Any) -> Callable[..., Any] | None:
-    """Returns the replacement of an operation of an exported program, or None."""
+    """The replacement of an exported program's operation, or None."""
     return REPLACED.get(target) or launching(target)

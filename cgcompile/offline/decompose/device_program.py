@@ -49,8 +49,8 @@ def _move(value: Any) -> Any:
 
 
 class Replacing(torch.fx.Interpreter):
-    """Runs a program, but runs the replacements of operations that have one (`replacement`), and complex numbers as pairs.  Errors
-    have the user's source line, and the operator's name in `source`, the program before the rewrites."""
+    """Runs a program with the operations from `replacement`, and complex numbers as pairs.  Errors have the user's source line and
+    the operator's name in `source`, the program before the rewrites."""
 
     def __init__(self, module: torch.fx.GraphModule, source: torch.fx.GraphModule) -> None:
         super().__init__(module)
@@ -90,8 +90,8 @@ class Replacing(torch.fx.Interpreter):
 
 
 def _in_exported_order(node: torch.fx.Node, output: Any) -> Any:
-    """Returns the result of an operation on complex numbers with its axes in the exported memory order.  Returns a view unchanged.
-    view_as_real does not count as a view here, because it copies the two parts of a pair into one tensor."""
+    """Returns the result of an operation on complex numbers with its axes in the exported memory order.  Views stay unchanged,
+    except view_as_real, which copies the parts of a pair into one tensor."""
     returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     view = any(argument.alias_info is not None for argument in returned) and node.target is not torch.ops.aten.view_as_real.default
     if not returned or view:
@@ -112,7 +112,7 @@ def _with_order_of(result: Any, like: Any) -> Any:
 
 
 def source_line(node: torch.fx.Node) -> str:
-    """Returns the user's source line that a node comes from, such as "model.py:12", or ""."""
+    """The user's source line that a node comes from, such as "model.py:12", or ""."""
     return place(node)[0]
 
 

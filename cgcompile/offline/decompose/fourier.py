@@ -1,8 +1,8 @@
 """Computes Fourier transforms by matrix products of real and imaginary parts.
 
-A short transform of n elements is a product with an n by n matrix.  A longer one, of n = a * b elements, consists of transforms of
-a and of b elements, with twiddle factors between them (Cooley and Tukey, 1965).  The matrices depend on nothing, so they are
-folded.  constant_folding.py recognizes them by their double precision.
+A short transform of n elements is a product with an n by n matrix.  A longer one, n = a * b, is a transform of a elements, twiddle
+factors, and one of b elements (Cooley and Tukey, 1965). constant_folding.py folds the matrices, which it recognizes by their double
+precision.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def to_complex(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: in
 
 
 def to_complex_halves(x: Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> tuple[Tensor, Tensor]:
-    """`aten._fft_r2c` of real numbers.  With `onesided`, returns only the first n // 2 + 1 elements along the last axis of `dim`.
-    Raises operator-without-kernel."""
+    """`aten._fft_r2c`.  With `onesided`, returns only the first n // 2 + 1 elements along the last axis of `dim`.  Raises
+    operator-without-kernel."""
     scale = _scale([x.shape[axis] for axis in dim], normalization)
     last, length = dim[-1], x.shape[dim[-1]]
     count = length // 2 + 1 if onesided else length
@@ -65,7 +65,7 @@ def to_real(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, 
     real, imag = real[..., :count], imag[..., :count]
     if _factors(size) is None:
         cosines, sines = _matrices(size, real)
-        # an element counts twice if its conjugate is in the second half, which the input does not have
+        # an element counts twice if its conjugate is in the second half, which is missing
         weights = torch.full((count, 1), 2.0, dtype=torch.float64, device=real.device)
         place = torch.arange(count, device=real.device).unsqueeze(-1)
         weights = torch.where((place == 0) | (place * 2 == size), 1.0, weights)
@@ -93,9 +93,8 @@ def inverse_short_time(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Tensor:
-    """`aten.istft` of complex numbers (..., bins, frames) -> (..., samples).  It does not check that every sample is in a window,
-    because a graph cannot contain this check.  A sample in no window is 0 / 0.  Eager PyTorch checks it when the build runs the
-    model."""
+    """`aten.istft` of complex numbers (..., bins, frames) -> (..., samples).  Does not check that every sample is in a window,
+    which a graph cannot do; a sample in none is 0 / 0.  The build's eager run checks it."""
     hop, width = hop_length or n_fft // 4, win_length or n_fft
     if window is None:
         window = torch.ones(width, dtype=spectrum.dtype.to_real(), device=spectrum.device)
@@ -160,7 +159,7 @@ def _factors(length: int) -> tuple[int, int] | None:
 
 
 def _matrices(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The cosines and the sines of 2 pi i j / length for all indices i and j, (length, length) each."""
+    """Cosines and sines of 2 pi i j / length for all i and j, (length, length)."""
     places = torch.arange(length, device=like.device)
     return _cosines_and_sines(places.unsqueeze(-1) * places, length, like.dtype)
 

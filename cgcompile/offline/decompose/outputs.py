@@ -44,7 +44,7 @@ def copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
     ]
     for index, value in zip(written, values, strict=True):
         if value is placeholders[index]:
-            continue  # the value is unchanged
+            continue
         with traced.graph.inserting_before(output):
             copy_node = traced.graph.call_function(COPY, (placeholders[index], value))
         copy_node.meta["val"] = placeholders[index].meta["val"]
@@ -53,7 +53,7 @@ def copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
 
 
 def _base(node: torch.fx.Node) -> torch.fx.Node:
-    """Returns the node that a node is a view of, or the node itself."""
+    """The node that a node is a view of, or itself."""
     while getattr(node.target, "is_view", False) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""Computes pools and scatters for which Inductor would call PyTorch's own kernels, by operations that Inductor compiles."""
+"""Replaces pools and scatters for which Inductor calls PyTorch's own kernels, by operations that it compiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOW = 25
 
 
 def averaged(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Averages `x` (..., d, h, w) over windows, which overlap if a length is no multiple of the output size in `sizes`."""
+    """Averages `x` (..., d, h, w) over windows, which overlap if a length is no multiple of the output size."""
     for axis, size in zip((-3, -2, -1), sizes, strict=True):
         x = torch.stack([x.narrow(axis, *window).mean(axis) for window in _windows(x.shape[axis], size)], axis)
     return x
@@ -35,8 +35,7 @@ def average_pool(
     count_include_pad: bool = True,
     divisor: int | None = None,
 ) -> Tensor:
-    """Averages over large windows that overlap or leave gaps, for `x` (..., h, w) or (..., d, h, w).  Sums along one axis after the
-    other.  Returns NotImplemented for other windows."""
+    """Averages over large windows that overlap or leave gaps, one axis after the other: `x` (..., h, w) or (..., d, h, w)."""
     stride = stride or kernel
     if math.prod(kernel) <= WINDOW or list(kernel) == list(stride):
         return NotImplemented

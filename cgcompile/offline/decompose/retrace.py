@@ -45,8 +45,8 @@ def retrace(
     writes: bool = False,
 ) -> Retraced:
     """Retraces the program at the sizes of `tensors`, inside `fake_device`.  `layouts`: the strides that each output must have, or
-    None for any strides; () for any strides of all outputs.  `writes`: whether the program writes to buffers or inputs.  Raises
-    inputs-unlike, state-shared, constant-unknown, random-operation, operator-without-kernel."""
+    None; () if none is fixed.  `writes`: the program writes to buffers or inputs.  Raises inputs-unlike, state-shared,
+    constant-unknown, random-operation, operator-without-kernel."""
     source = program.graph_module
     if writes or any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
         # turns new values of mutated tensors into outputs, and removes vmap's batch axes; most other operations stay
@@ -80,7 +80,7 @@ def retrace(
 
 
 DENSE = "dense"
-"""The layout of an output that must be dense, with its axes in their memory order."""
+"""A layout: dense, with the axes in their memory order."""
 
 Layout = tuple[int, ...] | str | None
 """The strides that an output must have, DENSE, or None for any."""
@@ -95,12 +95,11 @@ def retrace_straight(
     layouts: Sequence[Layout],
     written: Sequence[int],
 ) -> tuple[Retraced, dict[int, Any]]:
-    """Retraces a straight part of a program (one without branches and loops) with fake tensors and numbers.  Returns also the
-    results that are numbers, by position.
+    """Retraces a straight part of a program (without branches and loops) with fake tensors and numbers.  Returns also the number
+    results, by position.
 
     `names`: kinds and names of the tensors among `arguments`.  `module` returns an output for each of `layouts`, then the new
-    values of the tensors at the positions `written`.  `source`: the program that `module` is a part of.  Raises the errors of
-    `retrace`.
+    values of the tensors at the positions `written`.  `source`: the program with this part.  Raises the errors of `retrace`.
     """
     fakes = tuple([argument for argument in arguments if isinstance(argument, torch.Tensor)])
     numbers: dict[int, Any] = {}
@@ -126,7 +125,7 @@ def retrace_straight(
 
 
 def _check(traced: torch.fx.GraphModule) -> None:
-    """Raises an error if the graph has random numbers of torch's generator, writes to inputs, control flow, or constant tensors."""
+    """Raises an error if the graph has random numbers of torch's generator, writes to inputs, control flow or constants."""
     random: list[str] = []
     constant_names: list[str] = []
     branches: list[str] = []

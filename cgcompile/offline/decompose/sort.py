@@ -11,8 +11,7 @@ from torch import Tensor
 from ...errors import ModelError
 
 SORTED, RANKED, SEARCHED = 512, 1 << 14, 16
-"""The maximum length that Inductor sorts in one kernel, the maximum length that `sort` supports, and the maximum k for which `topk`
-searches the values one after the other."""
+"""The maximum lengths that Inductor sorts in one kernel, and that `sort` ranks by counting.  The maximum k that `topk` searches."""
 
 
 def sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
@@ -43,8 +42,7 @@ def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[T
 
 
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """The k largest or smallest values and their indices, best first; equal values keep their order.  Searches k times, or
-    sorts."""
+    """The k largest or smallest values, best first, and their indices, by k searches or a sort.  Equal values keep their order."""
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
     rows = x.movedim(dim, -1)
@@ -74,8 +72,8 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
 
 
 def _best_of_chunks(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
-    """The k best values of the last axis and their indices.  While the axis is long, it is replaced by the k best values of each of
-    its chunks.  Equal values keep their order."""
+    """The k best of the last axis.  A long axis is replaced by the k best of each of its chunks, until it is short.  Equal values
+    keep their order."""
     floating = rows.is_floating_point()
     limits = torch.finfo(rows.dtype) if floating else torch.iinfo(rows.dtype)
     worst = (-math.inf if floating else limits.min) if largest else (math.nan if floating else limits.max)

@@ -1,9 +1,9 @@
-"""Replaces user operators that launch Triton kernels (`torch.library.triton_op`) by their Python functions.  Inductor compiles the
-kernels that such a function launches by `wrap_triton`.
+"""Replaces user operators that launch Triton kernels (`torch.library.triton_op`) by their functions.  Inductor compiles what these
+launch by `wrap_triton`.
 
 Private interfaces (torch 2.11, 2.13): `torch._library.triton.triton_ops_to_kernels`, `torch._library.custom_ops.OPDEFS`, and
-`_torch_dispatch_fns` of its entries.  There, `triton_op` stores the function that decomposes an operator.  torch calls it only when
-it functionalizes a graph in Python.  `retrace` uses torch.func.functionalize, which works in C++.
+`_torch_dispatch_fns` of its entries.  There, `triton_op` stores the function that decomposes an operator, which torch calls only
+when it functionalizes in Python.  `retrace` functionalizes in C++.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 
 def launching(operator: Any) -> Callable[..., Any] | None:
-    """Returns the function of an operator that `triton_op` defined, or None for any other operator."""
+    """The function of an operator that `triton_op` defined, or None for any other operator."""
     if not isinstance(operator, torch._ops.OpOverload):
         return None
     definition = OPDEFS.get(operator.name())

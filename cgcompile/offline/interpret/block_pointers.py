@@ -16,8 +16,8 @@ from .values import Array, Handle
 
 @dataclass(frozen=True, slots=True)
 class BlockPointer:
-    """`base`: the tensor's address.  `shape`, `strides` (in elements), `offsets`: a scalar per axis.  `padding`: the kind of value
-    of elements outside the tensor."""
+    """`base`: the tensor's address.  `shape`, `strides` (in elements), `offsets`: a scalar per axis.  `padding`: for elements
+    outside."""
 
     base: Handle
     shape: tuple[Handle, ...]
@@ -27,7 +27,7 @@ class BlockPointer:
     padding: Any = None
 
     def moved(self, by: Sequence[Handle]) -> BlockPointer:
-        """Returns the block that lies `by` elements further along each axis."""
+        """The block `by` elements further along each axis."""
         pairs = zip(self.offsets, by, strict=True)
         return self.at([Handle(old.data.astype(np.int64) + step.data, tl.int64) for old, step in pairs])
 
@@ -35,8 +35,8 @@ class BlockPointer:
         return dataclasses.replace(self, offsets=tuple(offsets))
 
     def elements(self, checked: Iterable[int]) -> tuple[Handle, Handle | None]:
-        """Returns the address of every element, and a mask of the elements that are inside the tensor along the axes `checked`.
-        The mask is None without such axes."""
+        """Returns the address of every element, and a mask of elements inside the tensor along the axes `checked`, None without
+        axes."""
         rank = len(self.block)
         size = self.base.dtype.element_ty.primitive_bitwidth // 8
         places = self.base.data.reshape(-1, *(1,) * rank)
@@ -53,7 +53,7 @@ class BlockPointer:
         return Handle(places, self.base.dtype), mask
 
     def filling(self, padding: Any) -> Handle | None:
-        """Returns the value of elements outside the tensor: zero, NaN, or None if a kernel must not use them."""
+        """The value of elements outside the tensor: zero, NaN, or None if a kernel must not use them."""
         if padding is None:
             return None
         dtype = self.base.dtype.element_ty

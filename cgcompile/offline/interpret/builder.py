@@ -1,6 +1,5 @@
-"""The builder that Triton's front end calls.  A method computes its result for all program instances of a batch at once.  Methods
-have the names and arguments of `triton._C.libtriton.ir.builder`, Triton 3.6 and 3.7.  A call of a missing method raises an error
-with its name."""
+"""The builder that Triton's front end calls.  Methods compute for all program instances of a batch at once.  They have the names
+and arguments of `triton._C.libtriton.ir.builder`, Triton 3.6 and 3.7.  A missing method raises an error with its name."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Builder(Arithmetic):
         """Does nothing: instances of a batch run together, without threads."""
 
     def create_print(self, *anything: Any) -> None:
-        """Does nothing: the output is dropped."""
+        """Drops the output."""
 
     def create_assert(self, condition: Handle, message: str) -> None:
         if not condition.data.all():
@@ -181,7 +180,7 @@ class Builder(Arithmetic):
         self, pointer: Handle, items: tuple[Handle, ...], mask: Array, combine: Callable[[Array, list[Array]], Array]
     ) -> Handle:
         dtype = items[0].dtype
-        shape = (len(self.instances[0]), *pointer.data.shape[1:])  # runs once per instance, even if the operands are equal
+        shape = (len(self.instances[0]), *pointer.data.shape[1:])  # once per instance, even if operands are equal
 
         def stored(old: Array, new: tuple[Array, ...]) -> Array:
             wide = [values.to_working(array, dtype) for array in (old, *new)]

@@ -1,7 +1,7 @@
 """Collectives between ranks that are interpreted in one process.  A rank is a generator that stops at every collective.
 
-The code of the collective kernels does not run here (`tests/pure/targets/test_collectives.py` tests it).  Their parameters are read
-from the parameter block.  The result is computed as in the kernels: in float32, in the order of the ranks.
+The code of the collective kernels does not run here (`tests/pure/targets/test_collectives.py` tests it).  Parameters are read from
+the parameter block.  Sums are computed as in the kernels: in float32, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sent:
 Result = TypeVar("Result")
 
 Steps = Generator[Sent, Sequence[bytes], Result]
-"""The generator of a rank: at a collective, it yields the data that it sends, and receives the data that all ranks sent to it."""
+"""The generator of a rank: yields the data that it sends at a collective, and receives the data of every rank."""
 
 
 def exchange(memory: Memory, sent: Transfer, node: KernelNode) -> Steps[None]:
@@ -51,8 +51,7 @@ def exchange(memory: Memory, sent: Transfer, node: KernelNode) -> Steps[None]:
 
 
 def run_ranks(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
-    """Runs all ranks to their ends, and returns their results.  Raises collectives-unlike if the ranks do not reach equal
-    collectives."""
+    """Runs all ranks and returns their results.  Raises collectives-unlike if the ranks do not reach equal collectives."""
     ended: dict[int, Result] = {}
     received: list[Sequence[bytes] | None] = [None] * len(ranks)
     while True:
@@ -73,8 +72,8 @@ def run_ranks(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
 
 
 def _summed(combine: str, received: Sequence[bytes]) -> Array:
-    """The sum of the numbers of all ranks.  `combine`: their dtype, to which the sum is rounded at the end.  It starts with the
-    first rank's numbers, not with zero, so that the sum of -0 is -0."""
+    """The sum over the ranks, rounded at the end to the dtype `combine`.  It does not start with zero, so that a sum of -0 stays
+    -0."""
     with np.errstate(all="ignore"):
         total, *others = [_numbers(combine, part) for part in received]
         for other in others:

@@ -46,7 +46,7 @@ class Diverged(Exception):
 
 
 class ControlFlow:
-    """Functions that rewritten kernels call where Python needs the truth value of a tensor.  They give the same results as
+    """Functions that rewritten kernels call where Python needs the truth value of a tensor.  They work as in
     triton.compiler.code_generator."""
 
     def __init__(self, builder: Builder, semantic: Any) -> None:
@@ -58,19 +58,18 @@ class ControlFlow:
         return self.semantic.to_tensor(value, False)
 
     def truth(self, value: Any) -> bool:
-        """Returns the truth value of a condition.  Raises Diverged."""
+        """The truth value of a condition.  Raises Diverged."""
         return bool(self.number(value)) if isinstance(value, tl.tensor) else bool(value)
 
     def again(self, value: Any) -> bool:
-        """Returns the truth value of a `while` loop's condition.  Raises Diverged, and function-not-interpretable after too many
-        iterations."""
+        """The truth value of a `while` loop's condition.  Raises Diverged, and function-not-interpretable for an endless loop."""
         self.builder.iterations += 1
         if self.builder.iterations > MAX_ITERATIONS:
             raise self.builder.refusal(f"a loop of more than {MAX_ITERATIONS} turns: it may wait for another program instance")
         return self.truth(value)
 
     def number(self, value: Any) -> Any:
-        """Returns the value of a scalar tensor, which must be equal in all instances of the batch.  Raises Diverged."""
+        """The value of a scalar tensor, equal in all instances.  Raises Diverged."""
         data = value.handle.data
         if data.size != len(data):
             raise self.builder.refusal("a branch or a bound that is a block")
@@ -83,11 +82,11 @@ class ControlFlow:
         return self.semantic.not_(value) if isinstance(value, tl.tensor) else not value
 
     def conjunction(self, *parts: Callable[[], Any]) -> Any:
-        """`a and b`.  A false constant ends the evaluation; a tensor does not."""
+        """`a and b`.  A false constant ends the evaluation, a tensor does not."""
         return self._fold(parts, False, self.semantic.logical_and)
 
     def disjunction(self, *parts: Callable[[], Any]) -> Any:
-        """`a or b`.  A true constant ends the evaluation; a tensor does not."""
+        """`a or b`.  A true constant ends the evaluation."""
         return self._fold(parts, True, self.semantic.logical_or)
 
     def _fold(self, parts: tuple[Callable[[], Any], ...], stop_value: bool, join: Callable[[Any, Any], Any]) -> Any:
@@ -157,8 +156,7 @@ def rewritten(function: Callable[..., Any], control_flow: ControlFlow) -> Callab
 
 
 def _min_or_max(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns a function that calls `plain` (Python's min or max) for numbers, and the function `name` of `tl` if an argument is a
-    tensor, as Triton's compiler does."""
+    """Python's min or max (`plain`), which calls the function `name` of `tl` for tensors, as Triton's compiler does."""
 
     def smaller_or_larger(*items: Any) -> Any:
         if any(isinstance(item, tl.tensor) for item in items):
@@ -195,8 +193,7 @@ def install(memory: Memory) -> tuple[Builder, ControlFlow]:
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
     def over_tuples(work: Callable[..., Any], flag: str) -> Callable[..., Any]:
-        """Returns a function like `work`, which takes a tuple of tensors, that also accepts one tensor.  `flag`: the name of the
-        last argument."""
+        """Makes `work`, which takes a tuple of tensors, also accept one tensor.  `flag`: the name of its last argument."""
 
         def call(input: Any, axis: Any, combine_fn: Any, last: Any = False, **named: Any) -> Any:
             items = input if isinstance(input, tuple) else (input,)
@@ -209,7 +206,7 @@ def install(memory: Memory) -> tuple[Builder, ControlFlow]:
         module.reduce = over_tuples(reductions.reduce, "keep_dims")
         module.associative_scan = over_tuples(reductions.scan, "reverse")
         module.static_print = lambda *args, **kwargs: None
-    tl.tensor.__bool__ = lambda self: True  # Triton's code tests `if mask` to find out whether there is a mask
+    tl.tensor.__bool__ = lambda self: True  # Triton's code tests `if mask` for a mask that may be None
     tl.tensor.__index__ = lambda self: int(control_flow.number(self))
     tl.tensor.T = property(
         lambda self: semantic.permute(self, (*range(len(self.shape) - 2), len(self.shape) - 1, len(self.shape) - 2))
@@ -229,7 +226,7 @@ def function_of(source: str, name: str, control_flow: ControlFlow) -> Callable[.
 
 
 def argument(number: float, kind: str) -> Any:
-    """Returns a parameter as a tensor, equal for all instances.  `number`: an address for a pointer type such as "*bf16"."""
+    """A parameter, equal for all instances.  `number`: an address if `kind` is a pointer such as "*bf16"."""
     dtype = tl.str_to_ty(kind, None)
     return tl.tensor(Handle(np.array([number]).astype(working(dtype)), dtype), dtype)
 
@@ -239,7 +236,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sees_all_of_triton() -> tuple[Any, Any]:
-    """`_patch_lang` takes a function, and patches the Triton modules in its globals.  The globals here have `tl` and `_core`."""
+    """`_patch_lang` patches the Triton modules in a function's globals, here `tl` and `_core`."""
     return tl, _core
 
 

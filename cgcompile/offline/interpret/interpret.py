@@ -1,8 +1,8 @@
 """The self-test without a GPU: runs recordings on the CPU, in memory filled with poison, and kernels in Triton's interpreter.
 
-It uses the bundle's grids, parameter blocks and relocations (decoded by `assemble.block_reader`) and its arena plan.  Values are
-copied to and from the host as in the program.  It does not test whether ptxas compiled the kernels correctly.  Each int_key runs in
-a separate process.  This module imports neither torch nor Triton.
+It uses the bundle's grids, parameter blocks and relocations (decoded by `assemble.block_reader`), arena plan, and copies to and
+from the host.  It does not test whether ptxas compiled the kernels correctly.  Each int_key has a separate process.  Imports
+neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ QUIET = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""Environment variables of the processes.  One thread per process, because threads that wait for each other made a busy machine ten
-times slower.  malloc keeps freed memory, because page faults took a third of the time."""
+"""Environment: one thread per process, because threads that wait for each other made a busy machine ten times slower.  malloc keeps
+freed memory, because page faults took a third of the time."""
 
 TEMPLATE_LINES = 20
-"""The number of lines in the loop of a matrix product's kernel, for estimates."""
+"""Estimated lines in the loop of a matrix product's kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A recording, or None.  `inputs`: tensors that are written before it runs, with row-major contents.  `read`: tensors that are
-    read afterwards."""
+    """A recording, or None.  `inputs`: tensors that are written before it, row-major.  `read`: tensors that are read after it."""
 
     inputs: tuple[tuple[Value, bytes], ...] = field(repr=False)
     recording: Recording | None
@@ -81,8 +80,7 @@ class Outcome:
 
 
 def estimate(task: Task) -> float:
-    """Estimates the work of an int_key, to compare it with other int_keys: elements of a block times lines of the kernel, for all
-    program instances."""
+    """Estimates the work of a key, to compare keys: elements of a block times lines of the kernel, for all instances."""
     variants = dict(task.variants)
     total = 0.0
     nodes = [(recording, node) for recording in task.recordings for node in recording.nodes]  # other ranks have equal work
@@ -110,10 +108,10 @@ def interpret(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Outcome, ...]:
-    """Runs the tasks whose outcomes are not in `cache`, and returns the outcomes in the order of `tasks`.  The smallest and the
-    largest task run first, then the others by size.  After `budget` seconds, all tasks but the smallest are stopped, and have no
-    Outcome.  `workers`: the number of processes (default: one per processor).  `folder`: for logs.  Raises order-broken,
-    parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
+    """Runs the tasks whose outcomes are not in `cache`; returns outcomes in the order of `tasks`.  The smallest and the largest
+    task run first, then the others by size.  After `budget` seconds, all tasks except the smallest are stopped, without an Outcome.
+    `workers`: the number of processes (default: one per processor).  `folder`: for logs.  Raises order-broken, parameter-mismatch,
+    function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
     for recording in [recording for task in tasks for subtask in (task, *task.others) for recording in subtask.recordings]:
         check_order(recording)
     cache_paths = _cache_files(tasks, cache) if cache else {}
@@ -170,7 +168,7 @@ def _interpret(
 
 
 def _instance_work(variant: KernelVariant, function: Function, node: KernelNode) -> float:
-    """Estimates elements times lines of one program instance, from sizes that have Inductor's names, such as XBLOCK."""
+    """Elements times lines of one instance, by Inductor's names for sizes, such as XBLOCK."""
     sizes = {name: int(number) for name, number in _CONSTANT.findall(variant.source)}
     sizes |= {name: value for name, value in variant.constants if type(value) is int}
     sizes |= {name: value for name, value in arguments(variant, function, node).items() if type(value) is int}

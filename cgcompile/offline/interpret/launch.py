@@ -25,8 +25,8 @@ def launch(
     widest: int = 0,
 ) -> int:
     """Runs every instance of `grid`.  `kernel`: the kernel's name in messages.  Returns the number of elements of an instance's
-    widest value.  Pass it as `widest` to the function's next launch; otherwise the first instance runs alone to find it.  If the
-    instances of a batch take different branches, the batch is undone and run again in groups.  Raises function-not-interpretable,
+    widest value.  Pass it as `widest` to the function's next launch; otherwise the first instance runs alone to find it.  If
+    instances of a batch take different branches, it is undone and run again in groups.  Raises function-not-interpretable,
     access-outside, kernel-asserted, kernel-unreadable."""
     builder.kernel = builder.memory.where = kernel
     builder.grid = grid

@@ -23,7 +23,7 @@ Function = Callable[..., Array]
 
 
 def _torch(name: str) -> Function:
-    """Returns torch's function of that name.  torch is imported only when a kernel calls the function."""
+    """torch's function of that name. torch is imported when a kernel calls it."""
 
     def apply(*items: Array) -> Array:
         import torch
@@ -35,7 +35,7 @@ def _torch(name: str) -> Function:
 
 
 def _double(name: str) -> Function:
-    """Returns torch's function computed in float64, because its float32 results are not accurate enough."""
+    """torch's function in float64; its float32 results are not accurate enough."""
     function = _torch(name)
     return lambda *items: function(*(item.astype(np.float64) for item in items))
 
@@ -89,8 +89,6 @@ INTEGERS: dict[str, Function] = {"abs": np.abs, "max": np.maximum, "min": np.min
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The results of an assembly statement."""
-
     results: tuple[Handle, ...]
 
     def get_result(self, position: int) -> Handle:
@@ -105,7 +103,7 @@ ASSEMBLY: dict[str, Function] = {
 """Inline assembly that Inductor emits for atan.  Each statement computes one element."""
 
 ORDERING = ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;", "{ .reg .pred first; ")
-"""Beginnings of assembly that has no effect here: it orders kernels, which run one after the other here, or prefetches memory."""
+"""Assembly without effect here, because it only orders kernels or prefetches memory."""
 
 
 def install(builder: Builder, semantic: Any) -> None:

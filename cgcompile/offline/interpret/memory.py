@@ -1,5 +1,5 @@
 """The memories of a bundle in one buffer, filled with poison; every access is checked.  Addresses are positions in that buffer.
-There are gaps before and after each memory, so that an access to address 0, or just outside a memory, is an error."""
+Because of gaps before and after each memory, accesses to address 0 or just outside a memory are errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GAP, ALIGNMENT = 4096, 256
 """The minimum bytes before and between memories, and the driver's alignment of an allocation."""
 
 POISON = 0xFF
-"""The value of every byte that was not written.  It gives NaN in all float types, and -1 in integers."""
+"""The value of every byte that was not written.  It is NaN in all float types, -1 in integers."""
 
 ROUNDS = 64
-"""If an address occurs more often in an atomic operation, the operation processes its elements one by one."""
+"""If an address occurs more often in an atomic operation, elements are processed one by one."""
 
 Journal = list[tuple[Array, Array, Array]]
 
@@ -80,8 +80,8 @@ class Memory:
         return result
 
     def load_lines(self, pointers: Sum, dtype: np.dtype[np.generic]) -> Array | None:
-        """Loads elements that are contiguous along an axis, line by line.  Returns None if they are not contiguous or may be
-        outside a memory.  Then call `load`, which raises the error if there is one."""
+        """Loads elements that are contiguous along an axis, line by line.  Returns None if they are not, or may be outside a
+        memory; then use `load`."""
         layout, (low, high) = lines(pointers, dtype.itemsize), pointers.bounds()
         region = bisect_right(self._starts, low) - 1
         if layout is None or region < 0 or high + dtype.itemsize > self._ends[region]:
@@ -113,8 +113,8 @@ class Memory:
         dtype: np.dtype[np.generic],
         combine: Callable[[Array, tuple[Array, ...]], Array],
     ) -> Array:
-        """Writes combine(old value, operands) for every element of `pointers`, in order.  All arrays have one shape, in which the
-        first axis is the instances.  Returns the old values, or poison where `mask` is false.  Values have their stored type."""
+        """Writes combine(old, operands) for every element of `pointers`, in order; all have one shape, instances first.  Returns
+        the old values, poison where `mask` is false.  Values have their stored type."""
         result = np.full((*pointers.shape, dtype.itemsize), POISON, np.uint8).view(dtype)[..., 0]
         active = pointers[mask]
         if not active.size:
@@ -131,7 +131,7 @@ class Memory:
         return result
 
     def undo(self) -> None:
-        """Restores the values in the journal, the last ones first, and empties the journal."""
+        """Restores the values in the journal, last ones first, and empties it."""
         for view, places, old in reversed(self.journal or []):
             view[places] = old
         self.journal = [] if self.journal is not None else None

@@ -23,8 +23,7 @@ _WHOLE: dict[str, Callable[..., Array]] = {
 
 
 def reduce(builder: Builder, inputs: tuple[Any, ...], axis: int | None, combine: Any, keep: bool) -> tuple[Any, ...]:
-    """Reduces `inputs`, tensors of one shape.  Without `axis`, combines all elements.  `keep`: whether reduced axes stay, with
-    length 1."""
+    """Reduces `inputs`, tensors of one shape.  Without `axis`, combines all elements.  `keep`: reduced axes stay, with length 1."""
     shape = [int(size) for size in inputs[0].type.get_block_shapes()]
     data = [item.handle.data for item in inputs]
     dtypes = [item.dtype for item in inputs]

@@ -17,8 +17,8 @@ WORTH = 4
 
 
 class Sum(Handle):
-    """A handle whose elements are the sum of `terms`, broadcast to `shape`; integers wrap.  No term can be broadcast to the shape
-    of another one."""
+    """A handle whose elements are the sum of `terms`, broadcast to `shape`; integers wrap.  No term broadcasts to another's
+    shape."""
 
     __slots__ = ("shape", "terms")
 
@@ -38,12 +38,11 @@ class Sum(Handle):
         return self._data
 
     def bounds(self) -> tuple[int, int]:
-        """Returns a lower and an upper bound of the elements, valid if no element wraps."""
+        """A lower and an upper bound of the elements, valid if no element wraps."""
         return sum(int(term.min()) for term in self.terms), sum(int(term.max()) for term in self.terms)
 
     def scaled(self, size: int) -> tuple[Array, ...] | None:
-        """Returns the terms times `size`, as int64, or None if an element may wrap, because the scaled terms would then be
-        wrong."""
+        """The terms times `size`, as int64, or None if an element may wrap, because the scaled terms would then be wrong."""
         low, high = self.bounds()
         limits = np.iinfo(self.terms[0].dtype)
         if low < limits.min or high > limits.max:
@@ -52,14 +51,14 @@ class Sum(Handle):
 
 
 def compact(data: Array) -> Array:
-    """Returns the array with length 1 along axes of stride 0, which repeat an element."""
+    """The array with length 1 along axes that only repeat elements."""
     if 0 not in data.strides:
         return data
     return data[tuple([slice(0, 1) if not stride else slice(None) for stride in data.strides])]
 
 
 def terms_of(item: Handle) -> tuple[Array, ...]:
-    """Returns arrays whose sum is the handle's elements."""
+    """Arrays whose sum is the handle's elements."""
     return item.terms if isinstance(item, Sum) else (compact(item.data),)
 
 
@@ -69,7 +68,7 @@ def shape_of(item: Handle) -> tuple[int, ...]:
 
 
 def summed(terms: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> Sum | None:
-    """Returns the sum of arrays of one dtype, or None if its terms have too many elements: see `WORTH`."""
+    """The sum of arrays of one dtype, or None if it is not worth it (`WORTH`)."""
     merged: list[Array] = []
     for term in sorted(terms, key=np.size, reverse=True):
         including = [place for place, other in enumerate(merged) if _includes(other.shape, term.shape)]

@@ -1,6 +1,6 @@
-"""Represents a kernel's tensors as NumPy arrays, and converts between dtypes, with torch for dtypes that NumPy lacks.  Kernels
-compute with bfloat16 and 8-bit floats as float32 (the "working" type), rounded after every operation.  Memory has the GPU's bits
-(the "stored" type).  torch is imported only when needed, because the import takes seconds and most kernels do not need it."""
+"""Represents a kernel's tensors as NumPy arrays, and converts between dtypes, with torch where NumPy lacks them. bfloat16 and 8-bit
+floats are computed as float32 (the "working" type) and rounded after every operation.  In memory they have the GPU's bits (the
+"stored" type).  torch is imported only when needed, because the import takes seconds."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ _NARROW: dict[str, tuple[str, Any, float]] = {
     "fp8e4nv": ("float8_e4m3fn", np.uint8, 448.0),
     "fp8e5": ("float8_e5m2", np.uint8, 57344.0),
 }
-"""Floats with the working type float32: the name of torch's dtype, the stored type, and the largest value of a saturating
-conversion (PTX cvt.satfinite), or infinity."""
+"""Floats computed as float32: the name of torch's dtype, the stored type, and the largest value if a conversion saturates (PTX
+cvt.satfinite)."""
 
 
 class Handle:
-    """The data of a `tl.tensor`.  The first axis of `data` is the instances of the batch, with length 1 if all have equal data.
-    The axes of the block follow; a scalar has none.  `dtype`: Triton's scalar type; addresses are int64.  `sums.Sum` computes its
-    data on demand."""
+    """The data of a `tl.tensor`.  Axes of `data`: the instances of the batch (1 if equal for all), then those of the block; a
+    scalar has none.  `dtype`: Triton's scalar type; addresses are int64.  `sums.Sum` computes its data on demand."""
 
     __slots__ = ("_data", "dtype")
 
@@ -50,7 +49,7 @@ class Handle:
 
 
 def working(dtype: Any) -> Any:
-    """Returns the working type of a Triton scalar type.  Raises TypeError for unsupported types."""
+    """The working type of a Triton scalar type.  Raises TypeError for unsupported types."""
     if dtype.is_ptr():
         return np.dtype(np.int64)
     if dtype.name not in _WORKING:
@@ -59,7 +58,7 @@ def working(dtype: Any) -> Any:
 
 
 def stored(dtype: Any) -> Any:
-    """Returns the stored type of a Triton scalar type."""
+    """The stored type of a Triton scalar type."""
     return np.dtype(_NARROW[dtype.name][1]) if dtype.name in _NARROW else working(dtype)
 
 
@@ -69,7 +68,7 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def to_stored(data: Array, dtype: Any) -> Array:
-    """Returns values in their stored type.  The type must be able to represent them exactly."""
+    """Converts to the stored type, which must represent the values exactly."""
     if dtype.name not in _NARROW:
         return data
     if dtype.name == "bf16":
@@ -80,7 +79,7 @@ def to_stored(data: Array, dtype: Any) -> Array:
 
 
 def to_working(data: Array, dtype: Any) -> Array:
-    """Returns stored values in their working type."""
+    """Converts stored values to the working type."""
     if dtype.name not in _NARROW:
         return data
     if dtype.name == "bf16":
@@ -101,7 +100,7 @@ def rounded(data: Array, dtype: Any) -> Array:
 
 
 def convert(data: Array, source: Any, target: Any) -> Array:
-    """Converts values to another scalar type.  Rounds to nearest between float types, and towards zero from floats to integers."""
+    """Converts values to another scalar type.  Rounds floats to nearest, and towards zero for integers."""
     if target.name in _NARROW:
         return rounded(data, target)
     return data.astype(working(target))
@@ -118,7 +117,7 @@ def bits_as(data: Array, source: Any, target: Any) -> Array:
 
 
 def tensor_of(data: Array) -> torch.Tensor:
-    """Returns a torch tensor with an array's values.  Do not write to it, because it may share the array's memory."""
+    """A torch tensor with an array's values.  It may share the memory, so do not write to it."""
     import torch
 
     return torch.from_numpy(data if data.flags.writeable else data.copy())

@@ -159,7 +159,7 @@ def _fill(memory: Memory, task: Task) -> None:
 
 
 def _view(memory: Memory, value: Value, verb: str) -> Array:
-    """Returns a view of a tensor in memory, whose elements are bytes without a type, of the size of the tensor's dtype."""
+    """A view of a tensor in memory, with untyped elements of its dtype's size."""
     item = DTYPES[value.dtype]
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
     nbytes = (last + 1) * item if all(value.shape) else 0

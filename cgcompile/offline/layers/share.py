@@ -1,7 +1,7 @@
 """Cuts out one device's share of a program: its operations, and an *exchange* (a broadcast) of values that another device needs.
 
-For every assignment, all devices have the same exchanges in the same order.  Each exchange takes the result of the previous one as
-an argument, and the last one computes an output.  Therefore no compiler drops or moves an exchange.
+For any assignment, all devices have the same exchanges in the same order.  Each takes the previous one's result as an argument, and
+the last one computes an output, so that no compiler drops or moves an exchange.
 
 Private interfaces (torch 2.11, 2.13): the expression of a SymInt (`size.node.expr`), the `fake_mode` of a node's value.
 """
@@ -51,8 +51,6 @@ def share_of(program: ExportedProgram, assignment: Assignment, rank: int, world:
 
 
 class _Share:
-    """Reduces a graph to a device's share."""
-
     def __init__(self, graph: Graph, program: ExportedProgram, assignment: Assignment, rank: int, world: int) -> None:
         self._graph, self._program, self._rank, self._world = graph, program, rank, world
         self._ranks = {node: assignment.ranks[node.name] for node in graph.nodes if node.name in assignment.ranks}
@@ -123,7 +121,7 @@ class _Share:
             self._graph.erase_node(node)
 
     def _exchange(self, node: Node, owner: int, before: Node) -> Node:
-        """Adds a broadcast of a value from the device `owner`.  Returns the node of the received value, which all devices have."""
+        """Adds a broadcast of a value from the device `owner`.  Returns the received value, which all devices have."""
         value = node.meta["val"]
         with self._graph.inserting_before(before):
             if owner == self._rank:

@@ -1,9 +1,9 @@
-"""Lowers programs with branches and loops: lowers every straight part (one without branches and loops) separately, and joins the
-events in order.  Of equal layers, only one is lowered.  Its launches are repeated for the other layers, with their weights.
+"""Lowers programs with branches and loops: lowers every straight part (one without them) separately, and joins the events in order.
+Of equal layers, only one is lowered; its launches are repeated with the weights of the others.
 
-All bodies of a branch write their results to the same buffers.  A loop-carried value has a separate buffer.  This buffer first has
-the initial value, and is written in place at the end of the body.  The body also computes the condition for the next iteration.
-Values that one part computes and another part reads are dense.
+All bodies of a branch write to the same buffers, whose layouts the first body determines.  Loop-carried values have separate
+buffers.  They start with the initial values, and are written in place at the end of the body.  The body also computes the condition
+for the next iteration.  Values that pass from one part to another are dense.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ from ..lowered import (
 )
 
 LowerStraight = Callable[[Retraced, Sequence[tuple[int, ...] | None]], Lowered]
-"""Lowers a straight part.  The second argument: the strides that each output must have, or None for any strides."""
+"""Lowers a straight part.  Takes the strides that each output must have, or None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Value:
-    """The value of a graph's node: a `number`, or a tensor with the properties of `fake`.  `name`: the name of the weight, the
-    number of the input, or the name in the merged program, by `kind`."""
+    """The value of a node: a `number`, or a tensor like `fake`.  `name`: of the weight, or in the merged program."""
 
     fake: torch.Tensor | None = None
     number: Any = None
@@ -110,8 +109,8 @@ def lower_blocks(
 
 def _written_early(block: Block, new: Sequence[Pair]) -> dict[int, list[Pair]]:
     """Returns the pairs that each straight part can write, by the part's position.  The part must compute the new value, and no
-    later part may need the new or the old value.  A cache is then written in place.  Otherwise all of it would be copied for the
-    last part."""
+    later part may need the new or the old value.  A cache is then written in place.  Otherwise the last part would copy all of
+    it."""
     producers = {node.name: number for number, part in enumerate(block.parts) if isinstance(part, Straight) for node in part.nodes}
     needed = needed_after(block)
     pairs: dict[int, list[Pair]] = {}
@@ -129,7 +128,7 @@ def _inputs(values: Values) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LoweredPart:
-    """A lowered straight part.  `names`: the kinds and names of its arguments.  `numbers`: the results that are numbers, by
+    """A lowered straight part.  `names`: the kinds and names of its arguments.  `numbers`: results that are numbers, by
     position."""
 
     lowered: Lowered
@@ -137,7 +136,7 @@ class _LoweredPart:
     numbers: dict[int, Any]
 
     def over(self, names: Sequence[tuple[str, str]]) -> Lowered:
-        """Returns the same part for other weights.  `names`: the kinds and names of the arguments, with those weights."""
+        """Returns the same part with other weights, for arguments of these kinds and names."""
         new_names = dict(zip(self.names, names, strict=True))
         buffers = [
             replace(buffer, name=new_names.get((buffer.kind, buffer.name), (buffer.kind, buffer.name))[1])
@@ -149,8 +148,7 @@ class _LoweredPart:
 @dataclass(kw_only=True, slots=True)
 class _ProgramBuilder:
     """Builds the lowered program.  `changing`: the weights that it writes to.  `live`: weights that may change between calls.
-    `conditionals`, `named`: the number of conditionals and of names so far.  `parts`: the lowered parts, by keys that are equal for
-    equal parts (`form` in partition/layers.py)."""
+    `conditionals`, `named`: how many numbers and names are in use.  `parts`: the lowered parts, by `form`."""
 
     key: IntKey
     source: torch.fx.GraphModule
@@ -201,8 +199,8 @@ class _ProgramBuilder:
         new: Sequence[Pair] = (),
         targets: Callable[[Lowered], Sequence[Pointer]] = lambda lowered: (),
     ) -> list[_Value]:
-        """Lowers a part that returns `outputs` and writes the pairs `new`.  Returns the outputs' values.  `targets`: a function of
-        the lowered part that returns the addresses to write the outputs to, or () for buffers of the part."""
+        """Lowers a part that returns `outputs` and writes the pairs `new`.  Returns the outputs' values.  `targets` returns the
+        addresses for the outputs, or () for buffers of the part."""
         module = straight_module(block, part, [*outputs, *[value for _, value in new]], [name for name, _ in new])
         taken_values = [values[name] for name in taken(module)]
         tensors = [(name, value) for name, value in zip(taken(module), taken_values, strict=True) if value.fake is not None]
@@ -238,8 +236,8 @@ class _ProgramBuilder:
         ]
 
     def _forms(self, names: Sequence[str], arguments: Sequence[_Value]) -> dict[str, Hashable]:
-        """Returns the properties of a part's arguments that affect lowering.  For a weight, these are its number in order, not its
-        name, and whether it may change."""
+        """The properties of a part's arguments that affect lowering.  A weight has a number instead of its name, and whether it may
+        change."""
         weights: dict[str, int] = {}
         forms: dict[str, Hashable] = {}
         for name, value in zip(names, arguments, strict=True):
@@ -253,8 +251,8 @@ class _ProgramBuilder:
         return forms
 
     def _keep(self, name: str, buffer: Buffer) -> None:
-        """Copies a value that lies in memory which a later part may write to: in an input of the part, such as a loop-carried
-        value, or in state.  Inductor assumes that the tensors of a part do not share memory."""
+        """Copies a value in memory that a later part may write to: an input of the part, such as a loop-carried value, or state.
+        Inductor assumes that the tensors of a part do not share memory."""
         if buffer.kind == INPUT or (buffer.kind == WEIGHT and buffer.name in self.changing):
             view = self.merged.views[name]
             target = self.merged.temporary(dense_bytes(view))
@@ -262,7 +260,6 @@ class _ProgramBuilder:
             self.merged.views[name] = replace(view, pointer=target)
 
     def branch(self, part: Branch | Switch, values: Values) -> None:
-        """Lowers a branch.  All bodies write to the same buffers, whose layouts the first body determines."""
         if isinstance(part, Switch):
             kind, byte, operands = "switch", part.choice, part.operands
         else:
@@ -325,8 +322,8 @@ class _ProgramBuilder:
         values.update(zip(part.outputs, carried, strict=True))
 
     def _is_last_use(self, block: Block, part: Loop, name: str, values: Values) -> bool:
-        """Whether a straight part of this block computed the value in memory that no other value uses, and the loop is the only
-        reader.  The loop may then write to it."""
+        """Whether a straight part of this block computed the value in memory that no other value uses, and only the loop reads it.
+        The loop may then write to it."""
         producers = [node for part in block.parts if isinstance(part, Straight) for node in part.nodes if node.name == name]
         if not producers or len(producers[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
             return False

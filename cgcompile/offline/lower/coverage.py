@@ -49,11 +49,11 @@ from .fake_device import fake_device
 from .inductor import lower_graph
 
 FREE = frozenset({torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default, torch.ops.aten.copy_.default})
-"""Operators that need no Inductor lowering, because retracing removes them or makes them a copy."""
+"""Operators without an Inductor lowering, which retracing removes or makes a copy."""
 
 CHOOSING = frozenset({"median", "nanmedian", "mode", "kthvalue", "scatter", "scatter_add", "scatter_reduce", "index_put"})
-"""Operators whose lowering may call torch's own operator, in addition to those of the table `fallbacks`
-(torch/_inductor/lowering.py, 2.13)."""
+"""Further operators, besides the table `fallbacks`, whose lowering may call torch's operator (torch/_inductor/lowering.py,
+2.13)."""
 
 
 def operators_without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch) -> tuple[Finding, ...]:
@@ -75,7 +75,7 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
 
 
 def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node]) -> dict[Node, str]:
-    """The operations without a kernel, each with the operator that it decomposes into and that has no kernel."""
+    """The operations without a kernel, each with the operator that has none."""
     unsupported: dict[Node, str] = {}
     missing_by_form: dict[Any, str] = {}
     for node in _operations(program.graph_module, on_host):
@@ -90,8 +90,8 @@ def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Ar
 def _all_fallback_ops(
     program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node], unsupported: Collection[Node]
 ) -> list[str]:
-    """The operators to keep on the host.  An operator on the host can leave others without a kernel, if complex numbers then pass
-    between host and GPU."""
+    """The operators to keep on the host.  Each can leave others without a kernel, if complex numbers then pass between host and
+    GPU."""
     names: dict[str, None] = {}
     host = set(on_host)
     while new := {_spelled(node): None for node in unsupported if _spelled(node) not in names}:
@@ -125,7 +125,7 @@ def _complex_results(module: GraphModule, on_host: Collection[str]) -> Iterator[
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Disables torch's log messages about operations that cannot be traced separately."""
+    """Disables torch's logs of operations that cannot be traced separately."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -135,8 +135,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _folded(program: ExportedProgram) -> set[Node]:
-    """The weights that do not change, and the operations that compute one tensor only from them.  These operations are folded, and
-    need no kernel (constant_folding.py)."""
+    """The weights that do not change, and the operations that depend only on them and return a tensor. constant_folding.py folds
+    these."""
     weights = weight_placeholders(program)
     written = set(functional(program).buffers_to_mutate.values())
     folded = {node for node in program.graph.nodes if node.name in weights and weights[node.name] not in written}
@@ -156,8 +156,8 @@ def _finding(node: Node, missing: str, hint: str) -> Finding:
 
 
 def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collection[str]) -> str:
-    """Returns the operator without a kernel that an operation decomposes into, or "".  It may also be a text with the reason.
-    `known`: the result of `_folded`."""
+    """Returns the operator without a kernel that an operation decomposes into, or a reason, or "".  `known`: the result of
+    `_folded`."""
     folded = node in known
     if node.target in TENSOR_ASSERTIONS:
         return operator(node)  # Inductor would drop a kernel that only asserts
@@ -167,7 +167,7 @@ def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collectio
         for leaf in values
         if leaf is not None
     ):
-        return ""  # sizes that depend on data: the operation runs on the host, or another rule refuses it
+        return ""  # sizes depend on data: it runs on the host, or is refused
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors: list[torch.Tensor] = []
     places: dict[Node, list[_Place]] = {}
@@ -225,14 +225,12 @@ class _Place:
     number: Any = None
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns the value.  `tensors`: the list of all tensors."""
         parts = [tensors[position] for position in self.positions]
         return self.number if not parts else parts[0] if len(parts) == 1 else Pair(*parts)
 
 
 def _place(value: Any, tensors: list[torch.Tensor], computed: bool) -> _Place:
-    """Appends fake tensors for a value to `tensors`.  A complex value gets two if it is `computed`: by kernels, or from weights at
-    build time."""
+    """Appends fake tensors for a value to `tensors`: two for a complex value that kernels or the build computes (`computed`)."""
     if not isinstance(value, torch.Tensor):
         return _Place((), _number(value))
     shape, strides = [_number(size) for size in value.shape], [_number(stride) for stride in value.stride()]
@@ -243,7 +241,7 @@ def _place(value: Any, tensors: list[torch.Tensor], computed: bool) -> _Place:
 
 
 def _number(value: Any) -> Any:
-    """Returns the number that a symbolic size has for the example inputs, and any other value unchanged."""
+    """The number that a symbolic size has for the example inputs."""
     return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
 
 
@@ -252,8 +250,8 @@ def _on_device(value: Any) -> Any:
 
 
 def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
-    """Yields the operators of a decomposed graph that Inductor has no kernel for.  `folded`: yields only operators with several
-    results, because the others are computed at build time."""
+    """Yields the operators of a decomposed graph that Inductor has no kernel for.  `folded`: only those with several results;
+    others are computed at build time."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target is python_operators.getitem or not computes(node) or node.target in FREE:
             continue
@@ -286,8 +284,7 @@ def chooses(op: Any) -> bool:
 
 @cache
 def _names_of_fallbacks() -> frozenset[str]:
-    """The names in `fallbacks` without overloads and trailing underscores, because overloads and in-place variants share
-    lowerings."""
+    """Names without overloads and trailing underscores, because overloads and in-place variants share lowerings."""
     return frozenset([str(fallback).removeprefix("aten.").partition(".")[0].rstrip("_") for fallback in fallbacks])
 
 
@@ -298,7 +295,7 @@ def falls_back(op: torch._ops.OpOverload) -> bool:
 
 
 def _operation_key(node: Node) -> Any:
-    """Returns a key.  Of the operations with equal keys, only one has to be checked."""
+    """A key.  Of operations with equal keys, one is checked."""
 
     def layout_of(source: Node) -> tuple[Any, ...]:
         return tuple(

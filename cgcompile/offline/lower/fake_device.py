@@ -1,8 +1,8 @@
 """A fake device: torch and Triton generate code for a GPU that is not present.
 
-Names of torch and Triton are replaced, and restored at the end.  `_replacements` lists them with the reasons.  A GPU that is
-present is hidden from the process, so torch must not have initialized CUDA or counted GPUs before.  Private interfaces, tested with
-torch 2.11 (triton 3.6) and 2.13 (triton 3.7): the names in `_replacements`, `_cached`, `_interfaces` and `_device_guard`.
+`_replacements` lists the replaced names of torch and Triton with the reasons.  They are restored at the end.  A GPU that is present
+is hidden from the process, so torch must not have initialized CUDA or counted GPUs before.  Private interfaces, tested with torch
+2.11 (triton 3.6) and 2.13 (triton 3.7): the names in `_replacements`, `_cached`, `_interfaces` and `_device_guard`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CUDA = "13.0"
 """The CUDA version that torch reports."""
 
 VTABLE_ENTRIES = 64
-"""The number of entries in the fake table of C++ methods.  A torch device guard has fewer methods."""
+"""The size of the fake table of C++ methods.  A device guard has fewer."""
 
 CUDA_TYPE = 1
 """c10::DeviceType::CUDA."""
@@ -47,8 +47,8 @@ class Replacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSource:
-    """A Triton kernel that is neither loaded nor compiled.  `text`: the Python module that Inductor wrote.  `name`: the name of the
-    kernel's function in the module."""
+    """A Triton kernel that is neither loaded nor compiled.  `text`: the Python module that Inductor wrote.  `name`: of its function
+    in the module."""
 
     name: str
     text: str
@@ -56,9 +56,8 @@ class KernelSource:
 
 @contextlib.contextmanager
 def fake_device(arch: Arch) -> Iterator[None]:
-    """Inside this context, torch has one GPU "cuda:0" of architecture `arch`, only for fake tensors, and kernels become
-    `KernelSource`s.  Raises gpu-visible if the process sees a GPU, and torch-unsupported if a name that has to be replaced is
-    missing."""
+    """Inside, torch has one GPU "cuda:0" of architecture `arch`, only for fake tensors, and kernels become `KernelSource`s.  Raises
+    gpu-visible if the process sees a GPU, and torch-unsupported if a name that has to be replaced is missing."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
         if torch.cuda.is_initialized() or torch.cuda.device_count():
@@ -158,7 +157,7 @@ def _cached() -> list[tuple[str, str]]:
 
 
 def device_properties(arch: Arch) -> SimpleNamespace:
-    """Returns the properties of `arch` under the names of `torch.cuda.get_device_properties`."""
+    """The properties of `arch` under the names of `torch.cuda.get_device_properties`."""
     return SimpleNamespace(
         name=arch.gpu,
         major=arch.major,
@@ -273,7 +272,7 @@ def _refuse(what: str) -> Callable[..., Any]:
 
 
 def _find(path: str, name: str = "") -> Any:
-    """Returns the object at a dotted path.  Raises torch-unsupported."""
+    """The object at a dotted path.  Raises torch-unsupported."""
     parts = [*path.split("."), *([name] if name else [])]
     for cut in range(len(parts), 0, -1):
         module = ".".join(parts[:cut])

@@ -1,5 +1,5 @@
-"""Lowers a program at one int_key: retraces it for cuda at these sizes, lowers it with Inductor, and records the launches of
-Inductor's Python wrapper.  All of this runs inside `fake_device`: no kernel is compiled, and nothing is measured.
+"""Lowers a program at one int_key: retraces it for cuda, lowers it with Inductor, and records the launches of Inductor's Python
+wrapper.  `fake_device` is active: no kernel is compiled or measured.
 
 Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the `source_code` of its result, `user_visible_output_idxs` in the
 metadata of a graph's output, `V.set_choices_handler`, `simd.prologue_preserves_zero_mask`, and the options below."""
@@ -106,10 +106,9 @@ def lower_key(
     split_factor: SplitFactor = lambda problem: 1,
 ) -> Lowered:
     """Lowers `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.  `layouts`: the dense strides that each
-    output must have, or None for any strides; () for any strides of all outputs.  `writes`: whether the program writes to buffers
-    or inputs.  `live`: weights that may change between calls.  `choose`: picks the configuration of a matrix product or convolution
-    from Inductor's and those that `more` returns.  `split_factor`: see `split_k`.  Equal arguments give equal results in every
-    process.
+    output must have, or None; () if none is fixed.  `writes`: the program writes to buffers or inputs.  `live`: weights that may
+    change between calls.  `choose` picks configurations of matrix products and convolutions from Inductor's and from `more`.  Equal
+    arguments give equal results in every process.
 
     Raises operator-without-kernel, random-operation, state-shared, constant-unknown, inputs-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
@@ -151,8 +150,7 @@ def lower_graph(
     choose: Choose,
     more: More = nothing_more,
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """Lowers a retraced graph inside `fake_device`.  Returns the result, and the names of the wrapper's calls that are no Triton
-    kernels."""
+    """Lowers a retraced graph inside `fake_device`.  Returns the result and the names of calls that are no Triton kernels."""
     handler = TemplateConfigs(arch, choose, more)
     available = torch._inductor.config.get_config_copy()
     options = {name: value for name, value in OPTIONS.items() if name in available} | passes() | fewer_kernels(ahead=False)
@@ -187,8 +185,8 @@ def _wrapper(retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] 
 def _with_strides(
     outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey
 ) -> tuple[BufferView, ...]:
-    """Returns the outputs with the strides of `layouts`.  Raises lowering-broken if Inductor's strides differ along other axes than
-    those with one element."""
+    """Returns the outputs with the strides of `layouts`.  They may differ only for axes with one element.  Raises
+    lowering-broken."""
     if not layouts:
         return outputs
     views = []
@@ -204,8 +202,7 @@ def _with_strides(
 
 
 def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:
-    """Returns the BuildError among the causes of an error, or an error for an operation without a lowering, or for another failure
-    of Inductor."""
+    """Returns the BuildError among the causes, or an error for an operation without a lowering, or for a failure of Inductor."""
     for cause in causes(error):
         if isinstance(cause, BuildError):
             return cause
@@ -218,7 +215,7 @@ def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:
 
 
 def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
-    """Returns the name of a call with the user's line that it comes from, and the operators of the program that it comes from."""
+    """Returns the name of a call with the user's line, and the program's operators that it comes from."""
     plain = re.sub(r"^(torch\.ops\.|extern_kernels\.)", "", name)
     stem = plain.removesuffix(".default").removeprefix("aten.")
     nodes = [n for n in retraced.graph.graph.nodes if n.op == "call_function" and stem in str(n.target)]

@@ -44,8 +44,8 @@ Load = Callable[[KernelSource], WrapperKernel]
 def record_calls(
     key: IntKey, wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """Runs the wrapper's `call` for `tensors`, whose kinds and names are `names`.  Returns the wrapper's operations, and the names
-    of functions that it calls and that are no Triton kernels.  Raises constant-unknown, lowering-broken."""
+    """Runs the wrapper's `call` for `tensors`, whose kinds and names are `names`.  Returns its operations, and the names of called
+    functions that are no Triton kernels.  Raises constant-unknown, lowering-broken."""
     log = _Log(load=load)
     wrapper_tensors = [log.argument_tensor(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
     inputs = {int(name): value.tensor() for (kind, name), value in zip(names, wrapper_tensors, strict=True) if kind == INPUT}
@@ -57,7 +57,7 @@ def record_calls(
         key=key,
         buffers=tuple(log.buffers),
         variants=tuple(log.variants),
-        events=tuple(log.events),  # copied before `results` are deleted, so that outputs live to the end
+        events=tuple(log.events),  # before `results` are deleted, so that outputs live to the end
         inputs=tuple([inputs[number] for number in range(len(inputs))]),
         outputs=outputs,
     )
@@ -69,7 +69,7 @@ def record_calls(
 
 @dataclass(eq=False, slots=True)
 class _Handle:
-    """A buffer in use.  `dropped` is called with the buffer's position when nothing refers to the handle any more."""
+    """A buffer in use.  `dropped` is called with its position when nothing refers to the handle."""
 
     buffer: int
     dropped: Callable[[int], None]
@@ -80,7 +80,7 @@ class _Handle:
 
 @dataclass(eq=False, slots=True)
 class WrapperTensor:
-    """A tensor of the wrapper.  `offset` in the buffer in bytes, `strides` in elements."""
+    """A tensor of the wrapper: `offset` in bytes, `strides` in elements."""
 
     log: _Log
     handle: _Handle
@@ -97,7 +97,7 @@ class WrapperTensor:
         return Pointer(buffer=self.handle.buffer, offset=self.offset)
 
     def view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> WrapperTensor:
-        """Returns a tensor in the same memory with another layout, which starts `offset` elements after this one."""
+        """A tensor in the same memory with another layout, `offset` elements after this one."""
         return WrapperTensor(
             self.log, self.handle, self.offset + offset * self.dtype.itemsize, tuple(shape), tuple(strides), self.dtype
         )
@@ -107,7 +107,7 @@ class WrapperTensor:
         return span(self.shape, self.strides) * self.dtype.itemsize
 
     def zero_(self) -> WrapperTensor:
-        """Sets all bytes to zero.  Inductor clears workspaces with this method."""
+        """Sets all bytes to zero.  Inductor calls it for workspaces."""
         self._dense("clears")
         self.log.events.append(Fill(target=self.pointer(), value=0, element=1, count=self.span()))
         return self
@@ -131,8 +131,7 @@ class WrapperTensor:
 
 
 class UnknownCall:
-    """A function that is not a Triton kernel, or its result.  It can be used as a tensor, so that the run finds all calls of such
-    functions."""
+    """A function that is no Triton kernel, or its result.  It can be used as a tensor, so that the run finds all such calls."""
 
     def __init__(self, log: _Log, name: str) -> None:
         self._log = log
@@ -163,14 +162,14 @@ class _Log:
     kernels: dict[tuple[str, str], WrapperKernel] = field(default_factory=dict)
 
     def argument_tensor(self, kind: str, name: str, tensor: torch.Tensor) -> WrapperTensor:
-        """Returns an input or a weight, which is never released."""
+        """An input or a weight, which is never released."""
         nbytes = span(tensor.shape, tensor.stride()) * tensor.dtype.itemsize
         self.buffers.append(Buffer(kind=kind, name=name, nbytes=nbytes))
         handle = _Handle(len(self.buffers) - 1, lambda buffer: None)
         return WrapperTensor(self, handle, 0, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, multiple: int = 1) -> WrapperTensor:
-        """Returns a tensor in a new temporary buffer, whose size is rounded up to a multiple of `multiple` bytes."""
+        """A tensor in a new temporary, whose size is rounded up to a multiple of `multiple` bytes."""
         buffer = len(self.buffers)
         nbytes = -(-span(shape, strides) * dtype.itemsize // multiple) * multiple
         self.buffers.append(Buffer(kind=TEMPORARY, name=f"t{buffer}", nbytes=nbytes))
@@ -179,8 +178,8 @@ class _Log:
         return WrapperTensor(self, handle, 0, tuple(shape), tuple(strides), dtype)
 
     def exchange(self, operand: Any, kind: Any, world: int, sender: int, after: Any = None) -> Any:
-        """Records a call of the operator `collectives.COLLECTIVE`.  `after` is ignored, because calls are recorded in order.  The
-        kernels send multiples of 16 bytes from addresses that are multiples of 16.  Other tensors are copied to a padded buffer."""
+        """Records a call of `collectives.COLLECTIVE`.  `after` is ignored, because calls are recorded in order.  The kernels send
+        multiples of 16 bytes from such addresses.  Other tensors are copied to a padded buffer."""
         if isinstance(operand, UnknownCall):
             return operand
         dtype, nbytes = operand.dtype, operand.span()
@@ -218,7 +217,6 @@ class _Log:
         return output
 
     def launch(self, source: KernelSource, *arguments: Any, stream: Any = 0, **others: Any) -> None:
-        """Records the wrapper's launch of a kernel."""
         if others:
             raise BuildError("lowering-broken", f"kernel {source.name}: called with {sorted(others)}")
         if any(isinstance(value, UnknownCall) for value in arguments):
@@ -273,7 +271,7 @@ def _check_strides(variant: KernelVariant, values: Mapping[str, Any]) -> None:
 
 
 def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
-    """Executes the wrapper's module and returns its namespace, in which imported names are replaced."""
+    """Executes the wrapper's module; returns its names, with replaced imports."""
     scope: dict[str, Any] = {"__name__": "wrapper"}
     exec(compile(wrapper, "<wrapper>", "exec"), scope)
     for name, value in list(scope.items()):
@@ -299,8 +297,7 @@ def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
 
 
 class _Torch:
-    """`torch` for the wrapper.  dtypes and devices are those of torch, the device guard does nothing, calls of other functions are
-    recorded as unknown."""
+    """`torch` for the wrapper.  dtypes and devices are real, the device guard does nothing, other calls are recorded as unknown."""
 
     def __init__(self, log: _Log, cuda: Any) -> None:
         self._log = log

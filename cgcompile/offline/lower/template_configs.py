@@ -1,4 +1,4 @@
-"""Selects one configuration for each Triton template of a matrix product or convolution.  Inductor calls it as its choices handler.
+"""Inductor's choices handler: selects one configuration for each Triton template of a matrix product or convolution.
 
 Private interfaces (torch 2.11, 2.13): `V.set_choices_handler` takes a subclass of `InductorChoices`; `bmm_template`,
 `ExternKernelChoice`, and `KernelTemplateChoice` with its parameters.
@@ -24,7 +24,7 @@ Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
 """See `cost_model.choose`."""
 
 More = Callable[[Problem], Sequence[Candidate]]
-"""Returns configurations of a problem that may be chosen in addition to those that Inductor offers."""
+"""Returns configurations of a problem that may be chosen besides Inductor's."""
 
 
 def nothing_more(problem: Problem) -> Sequence[Candidate]:
@@ -68,7 +68,7 @@ class TemplateConfigs(RowBlocks):
         return [offered[described.index(picked)] if picked in described else _with_candidate(offered[0], picked, k)]
 
     def get_conv_configs(self, device_type: str | None = "cuda") -> Any:
-        """Returns Inductor's function for the configurations of a convolution, reduced to one configuration."""
+        """Inductor's function for configurations of a convolution, reduced to one."""
         configs = super().get_conv_configs(device_type)
 
         def picked_config(m: Any, n: Any, k: Any, **kwargs: Any) -> list[Any]:

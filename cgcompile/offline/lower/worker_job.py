@@ -15,15 +15,14 @@ from cgbundle.format.schema import IntKey
 from ...export.torch_program import with_weights
 
 Layouts = tuple[tuple[int, ...] | None, ...]
-"""The strides that each output must have, in elements, or None for any strides; () for any strides of all outputs."""
+"""The strides that each output must have, in elements, or None; () if none is fixed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerJob:
-    """A job as a worker receives it.  `program`: a file without weights.  `weights`: a file with a list, whose element `number` is
-    the program's weights.  `code`: the files and modules that register operators that the program calls, or "".  `settings`:
-    torch's settings that affect which kernels run.  `table`: the file of measured configurations, or None to choose by the cost
-    model."""
+    """A job as a worker receives it.  `program`: a file without weights.  Its weights are element `number` of the list in the file
+    `weights`.  `code`: see `lower_all`.  `settings`: torch's settings that select kernels.  `table`: the file of measured
+    configurations, or None to use the cost model."""
 
     program: Path
     weights: Path
@@ -45,8 +44,7 @@ def read_program(job: WorkerJob) -> ExportedProgram:
 
 
 def program_of(job: WorkerJob, saved: Mapping[str, Any]) -> ExportedProgram:
-    """Loads the job's program with its weights `saved` (see `_saved` in jobs.py).  Weights that may change between calls have
-    undefined contents."""
+    """Loads the job's program with weights from `jobs._saved`.  Weights that may change between calls have undefined contents."""
     program, tensors = torch.export.load(job.program), dict(saved)
     named = {**program.state_dict, **program.constants}
     storages: dict[int, torch.Tensor] = {}

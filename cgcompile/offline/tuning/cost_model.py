@@ -13,15 +13,13 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, 
 """Bytes of an element."""
 
 ALIKE = {"addmm": "mm", "baddbmm": "bmm", "bfloat16": "float16"}
-"""Kinds and dtypes that take the same time.  The addend is read when the result is written.  The tensor cores' rate is equal for
-both dtypes."""
+"""Kinds and dtypes that take the same time.  The addend is read when the result is written; the tensor cores' rates are equal."""
 
 REACH = 2.0
-"""The maximum distance of a measured problem whose measurements are used.  The distance is Euclidean, between the base-2 logarithms
-of (batch, m, n, k)."""
+"""Measurements of problems up to this distance are used: the Euclidean distance of the base-2 logarithms of (batch, m, n, k)."""
 
 LATENCY = 700.0
-"""Cycles from the request of a block from global memory (L2) to its multiplication."""
+"""Cycles from the request of a block (L2) to its multiplication."""
 
 L2_BYTES = 64.0
 """Bytes per cycle that one multiprocessor reads from L2."""
@@ -33,8 +31,8 @@ LAUNCHED = 2000.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """`batch` matrix products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv".  `dtype`: of the factors.
-    In a convolution, m is the number of output positions, n the output channels of a group, batch the number of groups, and k the
-    input channels of a group times the size of the kernel."""
+    For a convolution: m output positions, n output channels of a group, batch groups, and k = input channels of a group times the
+    kernel's size."""
 
     kind: str
     batch: int
@@ -48,7 +46,7 @@ class Problem:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
     """A configuration: a program instance computes block_m x block_n results in steps of block_k, with `stages` pipeline stages.
-    `group`: the number of rows of instances that run together to reuse the cache, or 0 if the kernel has no such parameter."""
+    `group`: rows of instances that run together to reuse the cache; 0 if the kernel has no such parameter."""
 
     block_m: int
     block_n: int
@@ -59,13 +57,12 @@ class Candidate:
 
 
 Table = Mapping[Problem, Sequence[tuple[Candidate, float]]]
-"""The measured candidates of each problem, with their times in microseconds."""
+"""The measured candidates of each problem, with microseconds."""
 
 
 def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table: Table | None = None) -> tuple[int, str]:
-    """Returns the position of the best candidate and how it was chosen: "only" (there is a single candidate), "table" (measurements
-    of this problem), "nearest" (measurements of a similar problem) or "heuristic" (the cost model).  Raises ValueError if none fits
-    the target."""
+    """Returns the position of the best candidate and how it was chosen: "only" (a single candidate), "table" (measurements of this
+    problem), "nearest" (of a similar problem) or "heuristic" (the cost model).  Raises ValueError if none fits the target."""
     fitting = [index for index, candidate in enumerate(candidates) if fits(problem, candidate, arch)]
     if not fitting:
         raise ValueError(f"no configuration of {len(candidates)} fits {arch.name}: {problem}")
@@ -82,8 +79,8 @@ def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table:
 
 
 def measured(problem: Problem, table: Table) -> list[Candidate]:
-    """The candidates that were measured for this problem, else for the nearest measured problem, with blocks no larger than this
-    problem.  Inductor may not offer them."""
+    """The candidates that were measured for this problem, else for the nearest one, with blocks no larger than this problem.
+    Inductor may not offer them."""
     near = [problem] if problem in table else nearest(problem, table)[:1]
     largest = [1 << max(4, (size - 1).bit_length()) for size in (problem.m, problem.n, problem.k)]
     rows = [candidate for neighbour in near for candidate, _ in table[neighbour]]
@@ -104,8 +101,8 @@ def shared_bytes(problem: Problem, candidate: Candidate) -> int:
 
 def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
     """Estimates cycles, for ceil(k / block_k) steps per block and as many concurrent blocks as fit a multiprocessor.  A step takes
-    the time of the tensor cores or of L2, whichever is longer, and at least the latency that the pipeline does not hide.  A partial
-    wave costs as much as a full one, and padding of m and n costs as much as results."""
+    the longer of the tensor cores' and L2's times, and at least the latency that the pipeline does not hide.  A partial wave costs
+    as much as a full one, and padding of m and n costs as much as results."""
     blocks = problem.batch * math.ceil(problem.m / candidate.block_m) * math.ceil(problem.n / candidate.block_n)
     steps = math.ceil(problem.k / candidate.block_k)
     resident = _resident(problem, candidate, arch)
@@ -119,9 +116,9 @@ def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
 
 
 def _rate(problem: Problem, candidate: Candidate, arch: Arch) -> float:
-    """Operations per cycle and multiprocessor.  Half precision has the full rate of the tensor cores.  float32 is three tf32
-    products, which have half of this rate.  Other types have a rate of 256.  Small blocks are slower, because a warp has too few
-    independent products.  From Hopper on, only groups of four warps with 64 rows reach the full rate; others reach about half."""
+    """Operations per cycle and multiprocessor.  Half precision has the rate of the tensor cores, tf32 half of it; float32 is three
+    tf32 products.  Other types have 256.  Small blocks are slower, because a warp has too few independent products.  From Hopper
+    on, only groups of four warps with 64 rows reach the full rate, others about half."""
     rates = {"float16": 1.0, "bfloat16": 1.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 2.0, "float32": 1 / 6}
     if problem.dtype not in rates:
         return 256.0
@@ -148,8 +145,8 @@ def _fastest(measured: Iterable[tuple[Candidate, float]], positions: Mapping[Can
 
 
 def nearest(problem: Problem, table: Table) -> list[Problem]:
-    """The measured problems of the target within REACH that take the same time (ALIKE), nearest first.  Of equally near ones, those
-    of the same kind and dtype come first."""
+    """The measured problems of the target within REACH that are ALIKE, nearest first.  Equal kinds and dtypes come first at equal
+    distance."""
 
     def distance(other: Problem) -> float:
         pairs = ((problem.batch, other.batch), (problem.m, other.m), (problem.n, other.n), (problem.k, other.k))

@@ -1,6 +1,6 @@
 """Split-K: the number of parts that the inner axis of a matrix product is split into.  Pure Python.  A product with few rows has
-too few blocks to fill a GPU.  A split product is a batched product with float32 partial sums, which has more blocks of fewer steps
-each.  Inductor fuses the sum over the parts into the kernel that reads the product."""
+too few blocks to fill a GPU.  A split product is a batched one with float32 partial sums: more blocks, with fewer steps each.
+Inductor fuses the sum into the kernel that reads it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SHORTEST = 64
 """The minimum number of elements of the inner axis in a part."""
 
 LAUNCH = 2.0
-"""Microseconds for the launch of the sum over the parts, which is one more kernel in a graph if it cannot be fused."""
+"""Microseconds of one more kernel, the sum over the parts, if it is not fused."""
 
 READ = 2.0e12
 """Bytes per second at which partial sums are read from the cache.  This time overlaps little with a launch."""
 
 WORTH = 0.9
-"""A product is split if the split product takes less than this fraction of the time.  The margin covers errors of estimates and
+"""A product is split if it then takes less than this fraction of the time.  The margin covers errors of estimates and
 measurements."""
 
 CLOCK = 1.7e9
@@ -50,7 +50,7 @@ def split_factor(problem: Problem, arch: Arch, table: Table | None = None) -> in
 
 
 def split_problem(problem: Problem, factor: int) -> Problem:
-    """Returns the batched product of the parts."""
+    """The batched product of the parts."""
     return problem if factor == 1 else replace(problem, kind="bmm", batch=factor, k=problem.k // factor)
 
 
@@ -60,7 +60,7 @@ def _best(times: dict[int, float]) -> int:
 
 
 def _reading(problem: Problem, factor: int) -> float:
-    """Estimates the microseconds for the sum over the parts."""
+    """Microseconds for the sum over the parts."""
     return 0.0 if factor == 1 else LAUNCH + 1e6 * factor * problem.m * problem.n * 4 / READ
 
 
