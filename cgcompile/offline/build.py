@@ -171,8 +171,8 @@ def _with_near_ties(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """The self-tests of int_keys whose kernels select other indices than eager PyTorch, with these indices.  `summary`: their
-    number, as text."""
+    """The self-tests of int_keys whose kernels select other indices than eager PyTorch.  They expect the kernels' indices.
+    `summary`: the number of these indices, as text."""
 
     self_tests: tuple[KeySelfTest, ...]
     summary: str

@@ -132,7 +132,7 @@ class Begin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextBody:
-    """Begins the next body of a branch: the false body, or that of a switch's next number."""
+    """Begins the next body of a branch: the false body, or the body of a switch for the next number."""
 
     conditional: int
 

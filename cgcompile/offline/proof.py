@@ -1,6 +1,6 @@
 """The self-test of a bundle that cannot run on this machine.  The steps of a program become stages for the interpreter, whose
-results are compared with eager PyTorch.  They come from the manifest, so the order of the steps and the copies are tested, too.
-Host regions do not run: eager PyTorch computes their outputs from the same inputs."""
+results are compared with eager PyTorch.  The stages come from the manifest, so the order of the steps and the copies are tested,
+too.  Host regions do not run: eager PyTorch computes their outputs from the same inputs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Builds recordings from launches and kernel images: merges regions, plans the arena, packs parameter blocks, checks plans."""
+"""Builds recordings from launches and kernel images."""

@@ -244,7 +244,7 @@ def _orders(lives: Sequence[Lifetime]) -> Iterator[Order]:
 
 
 def _pressure(lives: Sequence[Lifetime]) -> list[int]:
-    """For each lifetime, the largest sum of live sizes during it.  It grows only at first uses."""
+    """For each lifetime, the largest sum of live sizes during it.  Sums grow only at first uses."""
     sums = list(_sums(lives))
     result = []
     for i, life in enumerate(lives):

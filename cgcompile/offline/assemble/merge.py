@@ -48,7 +48,7 @@ class LoweredRegion:
 
 
 def whole(traced: Lowered) -> LoweredProgram:
-    """Returns a program that is one graph."""
+    """Returns a program with a single graph region."""
     region = RegionEvents(name=WHOLE, start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
     return LoweredProgram(lowered=traced, regions=(region,))
 
@@ -92,8 +92,8 @@ class MergedProgram:
                 self.events.append(HostRead(buffer=self.views[name].pointer.buffer))
 
     def add(self, region: LoweredRegion, traced: Lowered, targets: Sequence[Pointer] = ()) -> None:
-        """Adds a graph region, or a part of one.  `targets`: the addresses for its dense outputs, or () for buffers of the
-        region."""
+        """Adds a graph region, or a part of one.  `targets`: the addresses for its dense outputs, or () to leave them in the
+        region's buffers."""
         start = len(self.events)
         replaced = _output_buffers(traced) if targets else {}
         places = [

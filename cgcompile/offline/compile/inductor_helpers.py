@@ -29,7 +29,8 @@ def triton_helpers() -> Any:
 
 
 def _alone(name: str) -> Any:
-    """Imports the module without its parent packages: those not imported yet are empty.  Restores `sys.modules` afterwards."""
+    """Imports the module with empty packages for the parent packages that are not imported yet.  Restores `sys.modules`
+    afterwards."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise ImportError("no torch")

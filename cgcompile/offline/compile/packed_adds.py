@@ -1,6 +1,6 @@
 """Avoids a defect of ptxas 12.8 and 12.9 (triton-lang/triton#11581): an `add.s16x2` loses its immediate if only one half of the
 result is used.  The defect affects sm_90 and later, which have packed adds.  LLVM emits such adds for indices that fit in 16 bits.
-So a convolution read neighbours instead of padding.
+For example, a convolution read neighbours instead of padding.
 
 Private interfaces, Triton 3.6 and 3.7: `knobs.runtime.add_stages_inspection_hook`, and a stage "ptx" that returns text.
 """

@@ -47,7 +47,7 @@ MIN_CAPABILITY = 90
 WAIT, BEGIN_NEXT = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
 USES_FEATURE = "gdc_", "griddepcontrol"
-"""Text in the source of kernels that use it already."""
+"""Text in the source of kernels that already use this feature."""
 
 CO_SCHEDULED = "launch_cooperative_grid", "num_ctas"
 """Options of kernels whose blocks must run at the same time.  These kernels are not changed."""
@@ -216,7 +216,7 @@ def _only_read(variant: KernelVariant) -> set[str]:
 
 
 def _target(statement: ast.stmt) -> str | None:
-    """The name that a statement assigns to, if it only does that."""
+    """The name that an assignment assigns to, or None for other statements."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target: ast.expr = statement.targets[0]
     elif isinstance(statement, ast.AnnAssign) and statement.value is not None:

@@ -22,7 +22,7 @@ from .kernel_source import define
 from .kernels import KernelImage
 
 FILE = "<kernel>"
-"""The path of every kernel's source for Triton, which keeps paths of this machine out of images."""
+"""The source path that Triton gets for every kernel, so that images contain no paths of this machine."""
 
 
 def work(request: tuple[KernelVariant, str]) -> KernelImage:

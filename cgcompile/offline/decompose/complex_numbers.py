@@ -91,7 +91,7 @@ class _OnPairs(Interpreter):
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # keeps torch from adding the node and other lines to the text of exceptions
+        self.extra_traceback = False  # keeps torch from adding lines to the text of exceptions
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         values = [self.env[node] for node in self._node.all_input_nodes if node in self.env]

@@ -34,8 +34,9 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Replaces convolutions that Inductor's templates compute slowly or not at all.  They support two and three dimensions, without
-    dilation.  x (batch, channels, *size), weight (out, in per group, *kernel), or (in, out per group, *kernel) if transposed."""
+    """Replaces convolutions that Inductor's templates compute slowly or not at all.  The templates support two and three
+    dimensions, without dilation.  x (batch, channels, *size), weight (out, in per group, *kernel), or (in, out per group, *kernel)
+    if transposed."""
     axes = weight.dim() - 2
     stride, padding, dilation = _per_axis(stride, axes), _per_axis(padding, axes), _per_axis(dilation, axes)
     output_padding = _per_axis(output_padding, axes)

@@ -6,8 +6,8 @@ To add one, look at the graph of torch.export.  Operations in this graph go to `
 create to `decompositions()`.  tests/cpu/offline/test_decompositions.py compares them with PyTorch's operators.  `cgcompile
 operators --target sm_90` lists the operators without a kernel.
 
-These tables are for cross-compiled bundles.  A captured bundle keeps the kernels that PyTorch launches for such operations, and the
-cpu target calls functions (`targets/kernels/standalone.cpp`, else libtorch).  Both recorders use the decompositions for few rows:
+Only cross-compiled bundles use these tables.  A captured bundle keeps PyTorch's kernels for such operations, and the cpu target
+calls functions (`targets/kernels/standalone.cpp`, else libtorch).  Both recorders use the decompositions for few rows:
 `transforms/few_rows/decompositions.py`.
 
 Private interfaces (torch 2.11, 2.13): `torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`,

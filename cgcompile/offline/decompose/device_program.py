@@ -54,7 +54,7 @@ class Replacing(torch.fx.Interpreter):
 
     def __init__(self, module: torch.fx.GraphModule, source: torch.fx.GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # keeps torch from adding the node and other lines to the text of exceptions
+        self.extra_traceback = False  # keeps torch from adding lines to the text of exceptions
         self._source = source
 
     def run_node(self, n: torch.fx.Node) -> Any:

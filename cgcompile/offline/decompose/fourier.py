@@ -93,8 +93,8 @@ def inverse_short_time(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Tensor:
-    """`aten.istft` of complex numbers (..., bins, frames) -> (..., samples).  Does not check that every sample is in a window,
-    which a graph cannot do; a sample in none is 0 / 0.  The build's eager run checks it."""
+    """`aten.istft` of complex numbers (..., bins, frames) -> (..., samples).  A graph cannot check that every sample is in a
+    window; a sample in no window is 0 / 0.  The build's eager run checks it."""
     hop, width = hop_length or n_fft // 4, win_length or n_fft
     if window is None:
         window = torch.ones(width, dtype=spectrum.dtype.to_real(), device=spectrum.device)

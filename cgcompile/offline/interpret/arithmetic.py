@@ -141,7 +141,7 @@ class Arithmetic:
     create_sdiv = create_udiv = _binary(_divide)
 
     def create_add(self, left: Handle, right: Handle) -> Handle:
-        """Returns a `Sum` of integers if it is smaller."""
+        """Returns a `Sum` of integers if its terms are smaller than the block."""
         if left.dtype.is_int() and left.dtype.primitive_bitwidth > 1:
             shape = np.broadcast_shapes(shape_of(left), shape_of(right))
             if (total := summed((*terms_of(left), *terms_of(right)), shape, left.dtype)) is not None:

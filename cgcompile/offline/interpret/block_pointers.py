@@ -16,8 +16,8 @@ from .values import Array, Handle
 
 @dataclass(frozen=True, slots=True)
 class BlockPointer:
-    """`base`: the tensor's address.  `shape`, `strides` (in elements), `offsets`: a scalar per axis.  `padding`: for elements
-    outside."""
+    """`base`: the tensor's address.  `shape`, `strides` (in elements), `offsets`: a scalar per axis.  `padding`: Triton's option
+    for elements outside."""
 
     base: Handle
     shape: tuple[Handle, ...]

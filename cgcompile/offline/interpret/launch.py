@@ -26,7 +26,7 @@ def launch(
 ) -> int:
     """Runs every instance of `grid`.  `kernel`: the kernel's name in messages.  Returns the number of elements of an instance's
     widest value.  Pass it as `widest` to the function's next launch; otherwise the first instance runs alone to find it.  If
-    instances of a batch take different branches, it is undone and run again in groups.  Raises function-not-interpretable,
+    instances of a batch take different branches, the batch is undone and run again in groups.  Raises function-not-interpretable,
     access-outside, kernel-asserted, kernel-unreadable."""
     builder.kernel = builder.memory.where = kernel
     builder.grid = grid

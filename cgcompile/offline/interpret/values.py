@@ -100,7 +100,7 @@ def rounded(data: Array, dtype: Any) -> Array:
 
 
 def convert(data: Array, source: Any, target: Any) -> Array:
-    """Converts values to another scalar type.  Rounds floats to nearest, and towards zero for integers."""
+    """Converts values to another scalar type.  Rounds to nearest, or towards zero if the target is an integer type."""
     if target.name in _NARROW:
         return rounded(data, target)
     return data.astype(working(target))

@@ -49,7 +49,7 @@ LowerStraight = Callable[[Retraced, Sequence[tuple[int, ...] | None]], Lowered]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Value:
-    """The value of a node: a `number`, or a tensor like `fake`.  `name`: of the weight, or in the merged program."""
+    """The value of a node: a `number`, or a tensor like `fake`.  `name`: the weight's name, or the name in the merged program."""
 
     fake: torch.Tensor | None = None
     number: Any = None
@@ -200,7 +200,7 @@ class _ProgramBuilder:
         targets: Callable[[Lowered], Sequence[Pointer]] = lambda lowered: (),
     ) -> list[_Value]:
         """Lowers a part that returns `outputs` and writes the pairs `new`.  Returns the outputs' values.  `targets` returns the
-        addresses for the outputs, or () for buffers of the part."""
+        addresses for the outputs, or () to leave them in the part's buffers."""
         module = straight_module(block, part, [*outputs, *[value for _, value in new]], [name for name, _ in new])
         taken_values = [values[name] for name in taken(module)]
         tensors = [(name, value) for name, value in zip(taken(module), taken_values, strict=True) if value.fake is not None]
@@ -236,8 +236,8 @@ class _ProgramBuilder:
         ]
 
     def _forms(self, names: Sequence[str], arguments: Sequence[_Value]) -> dict[str, Hashable]:
-        """The properties of a part's arguments that affect lowering.  A weight has a number instead of its name, and whether it may
-        change."""
+        """The properties of a part's arguments that affect lowering.  For a weight: its number in order, not its name, and whether
+        it may change."""
         weights: dict[str, int] = {}
         forms: dict[str, Hashable] = {}
         for name, value in zip(names, arguments, strict=True):

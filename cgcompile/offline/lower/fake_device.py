@@ -47,8 +47,8 @@ class Replacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSource:
-    """A Triton kernel that is neither loaded nor compiled.  `text`: the Python module that Inductor wrote.  `name`: of its function
-    in the module."""
+    """A Triton kernel that is neither loaded nor compiled.  `text`: the Python module that Inductor wrote.  `name`: its function in
+    the module."""
 
     name: str
     text: str

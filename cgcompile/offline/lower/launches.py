@@ -179,7 +179,7 @@ class _Log:
 
     def exchange(self, operand: Any, kind: Any, world: int, sender: int, after: Any = None) -> Any:
         """Records a call of `collectives.COLLECTIVE`.  `after` is ignored, because calls are recorded in order.  The kernels send
-        multiples of 16 bytes from such addresses.  Other tensors are copied to a padded buffer."""
+        multiples of 16 bytes from aligned addresses.  Other tensors are copied to a padded buffer."""
         if isinstance(operand, UnknownCall):
             return operand
         dtype, nbytes = operand.dtype, operand.span()

@@ -117,8 +117,8 @@ def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
 
 def _rate(problem: Problem, candidate: Candidate, arch: Arch) -> float:
     """Operations per cycle and multiprocessor.  Half precision has the rate of the tensor cores, tf32 half of it; float32 is three
-    tf32 products.  Other types have 256.  Small blocks are slower, because a warp has too few independent products.  From Hopper
-    on, only groups of four warps with 64 rows reach the full rate, others about half."""
+    tf32 products.  Other types have a rate of 256.  Small blocks are slower, because a warp has too few independent products.  From
+    Hopper on, only groups of four warps with 64 rows reach the full rate, others about half."""
     rates = {"float16": 1.0, "bfloat16": 1.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 2.0, "float32": 1 / 6}
     if problem.dtype not in rates:
         return 256.0
@@ -145,8 +145,8 @@ def _fastest(measured: Iterable[tuple[Candidate, float]], positions: Mapping[Can
 
 
 def nearest(problem: Problem, table: Table) -> list[Problem]:
-    """The measured problems of the target within REACH that are ALIKE, nearest first.  Equal kinds and dtypes come first at equal
-    distance."""
+    """The measured problems of the target within REACH that are ALIKE, nearest first.  At equal distance, the same kind and dtype
+    come first."""
 
     def distance(other: Problem) -> float:
         pairs = ((problem.batch, other.batch), (problem.m, other.m), (problem.n, other.n), (problem.k, other.k))

@@ -1,6 +1,6 @@
 """Split-K: the number of parts that the inner axis of a matrix product is split into.  Pure Python.  A product with few rows has
 too few blocks to fill a GPU.  A split product is a batched one with float32 partial sums: more blocks, with fewer steps each.
-Inductor fuses the sum into the kernel that reads it."""
+Inductor fuses the sum into the kernel that reads the product."""
 
 from __future__ import annotations
 
