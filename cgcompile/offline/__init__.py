@@ -1,1 +1,1 @@
-"""Cross-compiled recordings; README.md has an overview."""
+"""Creates recordings for a GPU that is not present.  README.md has an overview."""

@@ -1,4 +1,4 @@
-"""The cuda target's part of a build without that GPU: lowers to Triton, compiles, plans, writes the files and interprets."""
+"""Builds the cuda target's part of a bundle without a GPU: lowers, compiles, plans memory, writes files, interprets."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ from .trace import (
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Cross-compiles every int_key and writes tables, images, weights, host regions and the self-test into `stage`.  Raises the
-    errors of lowering and of `split_program`, and proof-failed if a key differs from eager PyTorch by more than the dtype
-    allows."""
+    errors of lowering and of `split_program`, and proof-failed if a result differs from eager PyTorch by more than its bound."""
     target, exported = arch(spec.target), spec.programs
     tensors, state = exported.weights(), spec.entries[0].prepared.state
     calls = spec.by_key({entry.name: _calls(entry) for entry in spec.entries})
@@ -125,7 +124,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     world = planned.world
     peer = [("peer", world.size * world.stride)] if world else []
     driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
-    if spec.ranks is None:  # with ranks, eager PyTorch would need all of them for a run
+    if spec.ranks is None:  # an eager run needs all ranks
         parts = [
             _with_near_ties(entry, part, self_tests[entry.name], written.weights)
             for entry, part in zip(spec.entries, parts, strict=True)
@@ -148,7 +147,7 @@ def _calls(entry: EntryBuild) -> dict[IntKey, tuple[torch.Tensor, ...]]:
 
 
 def _unproved(spec: BuildSpec, number: int, self_tests: Sequence[KeySelfTest], written: Written) -> EntryParts:
-    """The parts of entry number `number` before any of its int_keys was compared."""
+    """The parts of entry number `number`, with no int_key proved."""
     prepared = spec.entries[number].prepared
     program_rows = spec.of_entry(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     bounds = error_bounds(prepared, written.weights)
@@ -172,8 +171,8 @@ def _with_near_ties(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """The self-tests of an entry's int_keys whose kernels select other indices than eager PyTorch, with these indices.  `summary`:
-    how many there are."""
+    """The self-tests of int_keys whose kernels select other indices than eager PyTorch.  They expect the kernels' indices.
+    `summary`: the number of these indices, as text."""
 
     self_tests: tuple[KeySelfTest, ...]
     summary: str
@@ -182,7 +181,7 @@ class Chosen:
 def _proved_entry(
     spec: BuildSpec, number: int, part: EntryParts, trials: Sequence[tuple[Trial, Outcome]], weights: Sequence[Weight]
 ) -> tuple[EntryParts, Chosen]:
-    """The parts of an entry with the results of interpreting it.  Raises proof-failed."""
+    """The parts of an entry with the proofs of its int_keys, and its changed self-tests.  Raises proof-failed."""
     entry = spec.entries[number]
     bounds = error_bounds(entry.prepared, weights)
     within = coarsest(entry.prepared.programs)
@@ -190,7 +189,7 @@ def _proved_entry(
     verdicts: list[Verdict] = []
 
     def judge(self_test: KeySelfTest, seen: Seen) -> Sequence[Difference] | None:
-        if spec.ranks is not None:  # eager PyTorch would need all ranks for a run
+        if spec.ranks is not None:  # an eager run needs all ranks
             return None
         key_verdict = verdict(entry.prepared, self_test, seen, bounds, weights)
         if key_verdict is None:
@@ -215,7 +214,7 @@ def _interpret(
     scratch: Path,
     tell: Tell,
 ) -> list[list[tuple[Trial, Outcome]]]:
-    """For each entry, the int_keys whose kernels were interpreted within the time limit."""
+    """Interprets all int_keys.  Returns the trials and outcomes of each entry that ended in time."""
     sources = kernel_sources(compiled)
     trials: dict[IntKey, Trial] = {}
     tasks = []
@@ -225,16 +224,18 @@ def _interpret(
             trials[key] = make_trial(program, self_test, entry.prepared, written.weights, written.recordings, split, key)
             tasks.append(make_task(trials[key], key, program, sources, written.memories, weights))
     run = partial(interpret, folder=scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
-    done = run(tasks) if spec.ranks is None else interpret_ranks(tasks, spec.ranks, run)
-    pairs = {outcome.key: (trials[outcome.key], outcome) for outcome in done}
+    outcomes = run(tasks) if spec.ranks is None else interpret_ranks(tasks, spec.ranks, run)
+    pairs = {outcome.key: (trials[outcome.key], outcome) for outcome in outcomes}
     return [list(spec.of_entry(number, pairs).values()) for number in range(len(spec.entries))]
 
 
 def _proved(spec: BuildSpec, parts: Sequence[EntryParts]) -> str:
-    """How many int_keys were proved, and which were not."""
+    """A text: how many int_keys were proved, and which were not."""
     proofs = [(entry, proof) for entry, part in zip(spec.entries, parts, strict=True) for proof in part.self_test.proofs]
-    done = sum(proof.method == "interpret" for _, proof in proofs)
-    keys = "; ".join(key_text(entry.dimensions, proof.key, entry.name) for entry, proof in proofs if proof.method == "none")
-    worst = max(proof.error for _, proof in proofs)
-    text = f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {worst:.1e}"
-    return text + (f"; not in {spec.prove_budget:g} s: {keys}" if keys else "")
+    count = sum(proof.method == "interpret" for _, proof in proofs)
+    unproved_keys = "; ".join(
+        key_text(entry.dimensions, proof.key, entry.name) for entry, proof in proofs if proof.method == "none"
+    )
+    largest_error = max(proof.error for _, proof in proofs)
+    text = f"{count} of {len(proofs)} int_keys over poisoned memory, largest error {largest_error:.1e}"
+    return text + (f"; not in {spec.prove_budget:g} s: {unproved_keys}" if unproved_keys else "")

@@ -1,7 +1,7 @@
 """Replaces the collectives of an exported program by one operator of cgcompile, which is opaque to Inductor.
 
-`torch.distributed`'s functional collectives are operators `_c10d_functional::...`, each followed by a wait_tensor operator.  The
-operator here stands for both.  The wrapper that Inductor writes calls it by name, and `lower/launches.py` records the call.
+A functional collective of `torch.distributed` is an operator `_c10d_functional::...`, which a wait_tensor operator follows.
+`cgcompile::collective` replaces both.  Inductor's wrapper calls it by name, and `lower/launches.py` records the call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from ..targets.collectives.exchange_nodes import output_shape
 
 NAME = "collective"
-"""(input, one of `exchange_nodes.KINDS`, ranks, sender or -1, the collective before) -> the received tensor."""
+"""(input, one of `exchange_nodes.KINDS`, number of ranks, sender or -1, result of the previous collective) -> the received
+tensor."""
 
 _LIBRARY = torch.library.Library("cgcompile", "FRAGMENT")
 _LIBRARY.define(f"{NAME}(Tensor given, str kind, int world, int sender, Tensor? after=None) -> Tensor")
@@ -31,7 +32,7 @@ torch.library.register_fake(f"cgcompile::{NAME}", _shape, lib=_LIBRARY)
 COLLECTIVE = torch.ops.cgcompile.collective.default
 
 UNSAID = 0
-"""The number of ranks for operators that do not state it; it means the ranks of the build."""
+"""The number of ranks for operators that do not state it: all ranks of the build."""
 
 
 def _all_reduce(tensor: Tensor, reduction: str, group: str) -> Tensor:
@@ -64,4 +65,4 @@ COLLECTIVES: Mapping[Any, Callable[..., Any]] = {
     _FUNCTIONAL.broadcast.default: _broadcast,
     _FUNCTIONAL.wait_tensor.default: lambda tensor: tensor,
 }
-"""The replacements of functional collectives.  `checks/collectives.py` refuses all others, and other groups than the world."""
+"""The replacements of functional collectives.  `checks/collectives.py` refuses others, and groups of only some ranks."""

@@ -1,5 +1,5 @@
-"""The result of lowering one int_key: the launches in order with typed arguments, and the buffers between them.  `compile` makes
-images of the kernel variants, `assemble` the arena plan and the rows.  Imports neither torch nor Triton."""
+"""The result of lowering one int_key: the launches in order with typed arguments, and the buffers that they use.  `compile` makes
+images of the variants, `assemble` the arena plan and the recordings.  Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cgbundle.format.schema import IntKey
 
 WEIGHT, INPUT, TEMPORARY = "weight", "input", "temporary"
-"""Kinds of buffers: the program's tensor `name`, input number `name` of the call, and memory that the program allocates."""
+"""Kinds of buffers: the weight or state tensor `name`, input number `name` of the call, memory that the program allocates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +18,8 @@ class KernelVariant:
     `source`: Python that defines the function `name`, without decorators, and its helpers.  It may use `triton`, `tl`,
     `triton_helpers`, `libdevice`, `tl_math`, `tl_extra`.  `signature`: (argument, type) in the function's order, in Triton's types
     ("*bf16", "i32", "fp32", "constexpr").  `constants`: (argument, value) of every constexpr.  `divisible`: arguments that are
-    multiples of 16.  `options`: further options of `triton.compile`, e.g.  ("num_ctas", 1).  `selected_by`: see
-    `tuning.cost_model.choose`.  `begins_next`: it lets the next kernel begin early (compile/programmatic_launch.py).
+    multiples of 16.  `options`: further options of `triton.compile`, such as ("num_ctas", 1).  `selected_by`: see
+    `tuning.cost_model.choose`.  `begins_next`: the kernel lets the next one begin early (compile/programmatic_launch.py).
     """
 
     name: str
@@ -85,7 +85,7 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fill:
-    """Sets `count` elements of `element` bytes (1, 2, 4) to the low bytes of `value`."""
+    """Sets `count` elements, of `element` bytes each (1, 2 or 4), to the low bytes of `value`."""
 
     target: Pointer
     value: int
@@ -102,7 +102,8 @@ class HostRead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetCondition:
-    """Sets the condition of branch or loop number `conditional` of the region to the byte; it is true if the byte is not 0."""
+    """Sets the condition of the region's branch or loop number `conditional` to the byte: 0 is false.  A switch runs the body with
+    this number."""
 
     conditional: int
     byte: Pointer
@@ -131,7 +132,7 @@ class Begin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextBody:
-    """Begins the next body of a branch: the false body, or the next number of a switch."""
+    """Begins the next body of a branch: the false body, or the body of a switch for the next number."""
 
     conditional: int
 
@@ -158,8 +159,8 @@ class BufferView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldedConstant:
-    """A weight that was computed when the program was lowered.  `name` is derived from its contents.  `sources`: the names of the
-    program's weights that it was computed from."""
+    """A weight that was computed when the program was lowered.  `name` is derived from the contents.  `sources`: the names of the
+    weights that it was computed from."""
 
     name: str
     contents: bytes
@@ -169,7 +170,7 @@ class FoldedConstant:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowered:
     """A program, or a region of one, lowered at one int_key.  Its outputs stay allocated to the end.  `written`: the positions of
-    the WEIGHT and INPUT buffers that it changes: state, and inputs of the call."""
+    the buffers with state or inputs of the call that the program changes."""
 
     key: IntKey
     buffers: tuple[Buffer, ...]

@@ -23,7 +23,7 @@ from .lower.jobs import LoweringJob, RegionKey
 
 def live_weights(tensors: Mapping[str, torch.Tensor], aliases: Sequence[OutputAlias], state: Collection[str]) -> tuple[str, ...]:
     """The weights that may change between calls: state, and those that share memory with outputs, because a caller may write to
-    outputs.  `tensors`: those of all programs, by name."""
+    outputs.  `tensors`: weights and state of all programs."""
     names = {PREFIX + alias.name for alias in aliases if alias.name} | set(state)
     memory = {tensors[name].untyped_storage().data_ptr() for name in names if name in tensors and tensors[name].numel()}
     shared = {name for name, value in tensors.items() if value.numel() and value.untyped_storage().data_ptr() in memory}
@@ -33,7 +33,7 @@ def live_weights(tensors: Mapping[str, torch.Tensor], aliases: Sequence[OutputAl
 def whole_jobs(
     programs: Programs, calls: Mapping[IntKey, Sequence[torch.Tensor]], writes: Mapping[IntKey, bool], live: tuple[str, ...]
 ) -> dict[RegionKey, LoweringJob]:
-    """The jobs of programs that are one graph.  `writes`: they write to buffers or inputs.  `live`: see `live_weights`."""
+    """The jobs of programs that are one graph.  `writes`: the program writes to buffers or inputs.  `live`: see `live_weights`."""
     return {
         (WHOLE, key): LoweringJob(program=programs.at(key), tensors=tuple(tensors), layouts=(), writes=writes[key], live=live)
         for key, tensors in calls.items()
@@ -41,8 +41,8 @@ def whole_jobs(
 
 
 def region_jobs(split: SplitProgram, live: tuple[str, ...]) -> dict[RegionKey, LoweringJob]:
-    """The jobs of every graph region at every key.  An output that another region reads has eager PyTorch's strides, dense ones if
-    these leave gaps: regions are lowered separately and must agree.  `live`: see `live_weights`.  Raises lowering-broken."""
+    """The jobs of every graph region at every key.  An output that another region reads has eager PyTorch's strides, or dense ones
+    if these leave gaps, because regions are lowered separately.  `live`: see `live_weights`.  Raises lowering-broken."""
     jobs = {}
     for key, regions in split.regions.items():
         read = {name for region in regions for name in region.planned.inputs}
@@ -60,7 +60,7 @@ def region_jobs(split: SplitProgram, live: tuple[str, ...]) -> dict[RegionKey, L
 
 
 def _laid_out(value: torch.Tensor) -> torch.Tensor:
-    """A tensor like a value, with the strides that it has between regions."""
+    """An empty tensor like a value, with the strides that the value has between regions."""
     shape = tuple(value.shape)
     return torch.empty_strided(shape, dense_strides(shape, value.stride()), dtype=value.dtype)
 

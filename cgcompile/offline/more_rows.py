@@ -1,4 +1,4 @@
-"""Checks that launches do not depend on the rows of state: lowers the smallest int_key with more rows and compares."""
+"""Checks that launches do not depend on the rows of state: lowers an int_key of each entry with more rows, and compares."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def same_launches(
     reference: tuple[LoweredPrograms, CompiledPrograms],
     make: Callable[[dict[RegionKey, LoweringJob]], tuple[LoweredPrograms, CompiledPrograms]],
 ) -> None:
-    """Compares `reference`, the result of `jobs`, with the result of `make` for more rows.  Raises state-refused if they differ."""
+    """Compares `reference`, the result of `jobs`, with the result for more rows.  `make` lowers and compiles.  Raises state-refused
+    for a difference."""
     rows = spec.entries[0].source.rows
     firsts: dict[int, RegionKey] = {}
     for region, key in jobs:
@@ -38,8 +39,8 @@ def same_launches(
 
 
 def _recording_inputs(lowered: Lowered, compiled: CompiledPrograms, varying: set[str]) -> object:
-    """Everything that determines a program's recording, except the size of state with a variable number of rows.  The compiled
-    kernels count, not Inductor's source, which may name a size that the compiler drops."""
+    """Everything that determines a program's recording, except the size of state with a variable number of rows.  Compares images
+    of kernels, because their source may contain a size that the compiler drops."""
     buffers = [replace(row, nbytes=0) if row.kind == WEIGHT and row.name in varying else row for row in lowered.buffers]
     kernels = [(compiled.kernels[variant].sha256, compiled.kernels[variant].symbol) for variant in lowered.variants]
     return buffers, kernels, lowered.events, lowered.inputs, lowered.outputs

@@ -1,6 +1,6 @@
-"""The self-test of a bundle that cannot run on this machine.  Its steps become stages for the interpreter, and the results are
-compared with eager PyTorch.  The stages come from the manifest's rows, so the order of the steps and the copies are tested too.
-Host regions do not run: eager PyTorch computes their outputs from the same inputs."""
+"""The self-test of a bundle that cannot run on this machine.  The steps of a program become stages for the interpreter, whose
+results are compared with eager PyTorch.  The stages come from the manifest, so the order of the steps and the copies are tested,
+too.  Host regions do not run: eager PyTorch computes their outputs from the same inputs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from .interpret.interpret import Outcome, Stage, Task, WeightFiles
 from .lowered import KernelVariant
 
 Sources = tuple[tuple[tuple[str, str], KernelVariant], ...]
-"""((sha256 of the image, symbol), the variant that the kernel was compiled from) for each kernel."""
+"""For each kernel: (sha256 of its image, its symbol), and the variant that it was compiled from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """The stages of a program, and the values that eager PyTorch expects.  `crossing`: values that are copied to the host.
-    `compared`: the values that the self-test compares: the last call's outputs, then the mutated inputs and the state after the
-    calls.  `early`: for each call but the last, a tensor like each integer output, None for the other outputs.  `order`: the kind
-    of each value that is read, CROSSING, EARLY or COMPARED."""
+    """The stages of a program, and the values that eager PyTorch computed.  `crossing`: the values that are copied to the host.
+    `compared`: the last call's outputs, then the mutated inputs and the state after the calls.  `early`: for each call but the
+    last, a tensor like each integer output, None for other outputs.  `order`: the kind of each value that is read, CROSSING, EARLY
+    or COMPARED."""
 
     key: IntKey
     stages: tuple[Stage, ...]
@@ -52,7 +52,7 @@ class Trial:
     order: tuple[str, ...]
 
     def read(self, outcome: Outcome, kind: str) -> list[bytes]:
-        """The contents of the values of one kind that were read."""
+        """The contents that were read, of the values of one kind."""
         return [contents for which, contents in zip(self.order, outcome.read, strict=True) if which == kind]
 
     def seen(self, outcome: Outcome) -> Seen:
@@ -75,7 +75,7 @@ def make_trial(
     key: IntKey,
 ) -> Trial:
     """Builds the stages of a program for the self-test's inputs and number of calls.  `weights`: the manifest's rows.
-    `recordings`: by the file of the step.  `split`: None for a single graph; `key` is the build key in it."""
+    `recordings`: by file name.  `split`: None for a single graph.  `key`: the build key (`targets.build_spec.build_key`)."""
     builder = _Stages()
     crossing, order = [], []
     early = [None if is_float(value.dtype) else value for value in self_test.outputs]
@@ -112,8 +112,8 @@ def make_trial(
 def _contents(
     program: Program, self_test: KeySelfTest, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None, key: IntKey
 ) -> Iterator[dict[int, torch.Tensor]]:
-    """Yields for each call the contents of the program's values by position, as eager PyTorch computes them, on the CPU.  Inputs
-    and state have their contents at the start of the call."""
+    """Yields for each call the contents of the program's values by position, computed by eager PyTorch on the CPU.  Inputs and
+    state have their contents at the start of the call."""
     input_contents = dict(zip(program.inputs, self_test.inputs, strict=True))
     if split is None:
         yield from [input_contents] * prepared.self_test_calls
@@ -155,7 +155,7 @@ def make_task(
     memories: Sequence[tuple[str, int]],
     weights: WeightFiles,
 ) -> Task:
-    """Returns the interpreter's task under the build key `key`.  The memories have the sizes that the program needs."""
+    """Returns the interpreter's task for the build key `key`.  The memories have the sizes that the program needs."""
     functions = {function for stage in trial.stages if stage.recording for function in stage.recording.functions}
     used = {(function.image, function.symbol) for function in functions}
     shared = [(name, size) for name, size in memories if name in ("weights", "state")]
@@ -169,7 +169,8 @@ def make_task(
 
 
 def interpret_ranks(tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence[Task]], Sequence[Outcome]]) -> tuple[Outcome, ...]:
-    """Returns the outcomes of this rank's tasks.  Rank 0 calls `run`, with the tasks of all ranks at an int_key as one."""
+    """Returns the outcomes of this rank's tasks.  Rank 0 calls `run` for all ranks, with one task per int_key: see
+    `Task.others`."""
     rank_tasks = ranks.gathered(tuple(tasks))
     outcomes: Sequence[Outcome] = ()
     if not ranks.rank:
@@ -179,11 +180,12 @@ def interpret_ranks(tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence
 
 
 Judge = Callable[[KeySelfTest, Seen], Sequence[Difference] | None]
-"""Returns the differences from eager PyTorch with the same selected indices, or None if no selection explains the results."""
+"""Returns the differences from eager PyTorch that selects the same indices, or None if no equally good selection gives these
+results."""
 
 
 def nobody(self_test: KeySelfTest, seen: Seen) -> None:
-    """The judge that never explains a difference."""
+    """A `Judge` that accepts no other indices."""
 
 
 def proved(
@@ -199,8 +201,8 @@ def proved(
     """Returns the self-test's bounds and the proofs of the outcomes; a proof without an outcome stays unchanged.  `judge` is called
     for int_keys that exceed their bounds.
 
-    `within` bounds the values that go to the host; for integers it is the share that may differ, because rounding can change a
-    comparison.  Later stages use eager PyTorch's values.  Raises proof-failed.
+    `within`: the allowed error of values that are copied to the host.  Of integers, this fraction may differ, because rounding can
+    change a comparison.  Later stages use eager PyTorch's values.  Raises proof-failed.
     """
     key_differences: dict[IntKey, Sequence[Difference]] = {}
     for trial, outcome in trials:
@@ -229,7 +231,7 @@ def _tensor(like: torch.Tensor, contents: bytes) -> torch.Tensor:
 
 
 class _Stages:
-    """Collects stages.  An input that is given after a recording ran begins the next stage."""
+    """Collects stages.  An input or recording begins a new stage if this one has a recording or reads."""
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []

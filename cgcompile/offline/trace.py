@@ -1,4 +1,4 @@
-"""Lowers an exported program to Triton, compiles it and plans its memory, for a GPU that need not be present.  Every cross-compiled
+"""Lowers exported programs to Triton, compiles kernels and plans memory, for a GPU that need not be present.  Every cross-compiled
 recording takes these three steps."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BLOCKS = re.compile(r"\b(BLOCK_[MNK]|GROUP_M)\b[^=\n]*= (\d+)$", re.MULTILINE)
 
 
 Calls = Mapping[IntKey, Sequence[torch.Tensor]]
-"""Example inputs by build key."""
+"""Example inputs by build key (`targets.build_spec.build_key`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,8 @@ class LoweredPrograms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledPrograms:
-    """The kernels of all programs, all images by sha256, and the kernel that sets conditions, if there are any."""
+    """The kernels of all programs, and all images by sha256.  `conditions`: the kernel that sets conditions of branches and
+    loops."""
 
     kernels: Mapping[KernelVariant, CompiledKernel] = field(repr=False)
     images: Mapping[str, bytes] = field(repr=False)
@@ -76,8 +77,8 @@ class CompiledPrograms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedPrograms:
-    """The result of a recorder.  `bound`: the largest of the keys' lower bounds, in bytes, for the memory of their temporaries.
-    `world`: the rank, for a model over several devices."""
+    """The recordings of all programs.  `bound`: no plan can have a smaller arena, in bytes.  `world`: the rank, for a model over
+    several devices."""
 
     recorded: RecordedProgram = field(repr=False)
     kept: Kept
@@ -86,7 +87,7 @@ class PlacedPrograms:
 
 
 def live_weights_of(spec: BuildSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """See `live_weights`; `tensors` are those of the spec's programs."""
+    """See `live_weights`.  `tensors`: those of the spec's programs."""
     aliases = [alias for entry in spec.entries for alias in entry.prepared.aliases]
     return live_weights(tensors, aliases, spec.entries[0].prepared.state)
 
@@ -112,7 +113,7 @@ def lower_programs(
     seconds: float | None = None,
 ) -> LoweredPrograms:
     """Lowers all jobs and joins the regions of a key into one program.  Kernels overlap where the target supports it.  `code`: see
-    `lower_all`.  Raises the errors of lowering, and TimeoutError if it takes more than `seconds`."""
+    `lower_all`.  Raises the errors of lowering, and TimeoutError after `seconds`."""
     table = table_file(target.name)
     lowered = lower_all(jobs, target.name, scratch, code=code, cache=cache_folder(), table=table, tell=tell, seconds=seconds)
     sources = {name for graph in lowered.values() for constant in graph.constants for name in constant.sources}
@@ -164,7 +165,7 @@ def place_programs(
 
 
 def _exchange_kernels(spec: BuildSpec, lowered: LoweredPrograms) -> ExchangeKernels:
-    """The kernels for all collectives of the programs.  Raises collective-refused if there are none, and kernel-failed."""
+    """The kernels for all collectives of the programs.  Raises extra-missing, kernel-failed."""
     assert spec.ranks is not None
     sent = [
         transfer(event.kind, event.dtype, event.nbytes, spec.ranks.size, event.sender)
@@ -177,7 +178,7 @@ def _exchange_kernels(spec: BuildSpec, lowered: LoweredPrograms) -> ExchangeKern
 
 
 def summary(lowered: LoweredPrograms) -> str:
-    """The number of kernels, and how their configurations were chosen."""
+    """A text: the number of kernels, and of configurations that each method chose."""
     chosen = [variant.selected_by for graph in lowered.traced.values() for variant in graph.variants]
     counts = {method: chosen.count(method) for method in ("table", "nearest", "heuristic") if method in chosen}
     phrases = [f"{count} by {method}" for method, count in counts.items()]
@@ -220,7 +221,7 @@ def _programs(lowered: Mapping[RegionKey, LoweredGraph], split: SplitProgram | N
 
 
 def folded_tables(traced: Mapping[IntKey, LoweredGraph], end: int) -> tuple[dict[str, Table], int]:
-    """Places the folded constants after the program's own tensors, each once.  Returns them and the new end of memory `weights`."""
+    """Places every folded constant once, after the weights.  Returns the constants and the new end of memory `weights`."""
     tables: dict[str, Table] = {}
     for constant in [constant for graph in traced.values() for constant in graph.constants]:
         if constant.name not in tables:

@@ -1,1 +1,1 @@
-"""Builds the rows of a bundle from launches and images: merges regions, plans the arena, packs parameter blocks, checks plans."""
+"""Builds recordings from launches and kernel images."""

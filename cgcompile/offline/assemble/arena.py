@@ -1,8 +1,9 @@
 """The arena plan: the offsets of a lowered program's temporaries in memory `arena`.  Pure; sizes in bytes.
 
-Two temporaries may share bytes if one's last use comes before the other's first.  The largest sum of sizes that are live together
-is a lower bound.  Finding the smallest arena is NP-hard (dynamic storage allocation).  Greedy placement in a few orders reaches the
-bound on real programs.  Otherwise the buffers at the top move to the front of the order.  Equal programs get equal plans.
+Two temporaries may share bytes if one's last use comes before the other's first use.  The largest sum of sizes that are live
+together is a lower bound.  Finding the smallest arena is NP-hard (dynamic storage allocation).  Greedy placement in a few orders
+reaches the bound on real programs.  If it does not, the highest buffers are placed first in the next attempt.  Equal programs get
+equal plans.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from ..lowered import (
 )
 
 WORK = 3_000_000
-"""The number of comparisons of two buffers after which planning stops, about a second."""
+"""Planning stops after this many comparisons of two buffers, which take about a second."""
 
 ROUNDS = 200
-"""The most times that the best order is changed."""
+"""The maximum number of changes to the best order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +166,7 @@ Order = list[int]
 """Positions of lifetimes, in the order of placement."""
 
 Gap = Callable[[Sequence[tuple[int, int]], int], int]
-"""Maps (taken ranges ordered by offset, size) to the offset of a free range of that size."""
+"""Maps (occupied ranges ordered by offset, size) to the offset of a free range of that size."""
 
 
 def _pack(lives: Sequence[Lifetime], bound: int) -> tuple[list[int], int]:
@@ -191,7 +192,7 @@ def _pack(lives: Sequence[Lifetime], bound: int) -> tuple[list[int], int]:
 def _improve(
     lives: Sequence[Lifetime], meets: Sequence[Sequence[int]], bound: int, best: tuple[int, list[int], Order, Gap], rounds: int
 ) -> tuple[list[int], int]:
-    """Repeatedly moves the buffers at the top to the front of the order; returns the lowest plan."""
+    """Repeatedly moves the highest buffers to the front of the order.  Returns the smallest plan, like `_pack`."""
     height, offsets, order, gap = best
     current, seen = order, {tuple(order)}
     current_offsets, top = offsets, height
@@ -243,7 +244,7 @@ def _orders(lives: Sequence[Lifetime]) -> Iterator[Order]:
 
 
 def _pressure(lives: Sequence[Lifetime]) -> list[int]:
-    """For each lifetime, the largest sum of live sizes during it.  Sums only grow at first uses."""
+    """For each lifetime, the largest sum of live sizes during it.  Sums grow only at first uses."""
     sums = list(_sums(lives))
     result = []
     for i, life in enumerate(lives):
@@ -261,8 +262,8 @@ def _place(lives: Sequence[Lifetime], meets: Sequence[Sequence[int]], order: Ord
     offsets = [-1] * len(lives)
     height = 0
     for i in order:
-        taken = sorted([(offsets[j], offsets[j] + lives[j].size) for j in meets[i] if offsets[j] >= 0])
-        offsets[i] = gap(taken, lives[i].size)
+        occupied = sorted([(offsets[j], offsets[j] + lives[j].size) for j in meets[i] if offsets[j] >= 0])
+        offsets[i] = gap(occupied, lives[i].size)
         height = max(height, offsets[i] + lives[i].size)
     return offsets, height
 
@@ -278,7 +279,8 @@ def lowest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
 
 
 def tightest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
-    """Returns the offset of the smallest gap with `size` bytes, the lowest of equal ones; without a gap, the end of all ranges."""
+    """Returns the offset of the smallest gap with `size` bytes or more, the lowest of equal ones.  Without a gap, returns the end
+    of all ranges."""
     free, best, size_of_best = 0, -1, 0
     for start, end in taken:
         if start - free >= size and (best < 0 or start - free < size_of_best):

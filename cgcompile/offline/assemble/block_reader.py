@@ -1,5 +1,5 @@
-"""Reads the arguments back from a launch's parameter block.  Written independently of `parameter_block`, so that each checks the
-other.  Imports no torch."""
+"""Reads the arguments back from a launch's parameter block.  Shares no code with `parameter_block`, so that one checks the other.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIVISOR = 16
 """Arguments in `KernelVariant.divisible` are multiples of this."""
 
 CLUSTER_DIMENSION = 4
-"""CUlaunchAttributeID: blocks per cluster along each axis.  A Triton instance is a cluster; a launch's grid counts blocks."""
+"""CUlaunchAttributeID of the blocks per cluster along each axis.  A Triton instance is a cluster; a launch's grid counts blocks."""
 
 POISON = 0xFF
 """The value of bytes of a block that no kernel reads."""
@@ -34,8 +34,8 @@ Argument = Address | int | float | None
 
 
 def arguments(variant: KernelVariant, function: Function, node: KernelNode) -> dict[str, Argument]:
-    """Returns the value of every argument of the variant that is no constexpr, as this launch passes it.  Raises parameter-mismatch
-    if the block, the parameters (number, offsets, sizes), the relocations and the signature do not match."""
+    """Returns the values that a launch passes for the variant's arguments, without constexprs.  Raises parameter-mismatch if the
+    block, the parameters (number, offsets, sizes), the relocations and the signature do not match."""
     where = f"kernel {variant.name}"
     names = [(name, kind) for name, kind in variant.signature if kind != "constexpr"]
     if not 0 <= len(function.params) - len(names) <= SCRATCH:

@@ -1,5 +1,5 @@
-"""Output buffers that a later call uses in place: each has its own offset, below the arena that all programs share.  Pure; offsets
-and sizes in bytes."""
+"""Places donated outputs: output buffers that a later call uses in place.  They lie below the part of the arena that all programs
+share.  Pure; offsets and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..lowered import TEMPORARY, LoweredProgram
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """`offsets`: key -> position in `Lowered.buffers` -> offset in memory arena.  `start`: the offset of the shared arena."""
+    """`offsets`: key -> position in `Lowered.buffers` -> offset in memory arena.  `start`: the offset of the shared part."""
 
     reserved: tuple[DonatedRange, ...]
     offsets: Mapping[IntKey, Mapping[int, int]]
@@ -39,7 +39,7 @@ def keep_outputs(programs: Mapping[IntKey, LoweredProgram], donated: Mapping[Int
                 places[buffer], end = end, align(end + buffer_row.nbytes)
         needs[outputs[0].entry] = max(needs.get(outputs[0].entry, 0), end)
     reserved = reserved_parts(needs)
-    begins = {buffer_row.entry: buffer_row.offset for buffer_row in reserved}
+    begins = {donated_range.entry: donated_range.offset for donated_range in reserved}
     placed = {
         key: {buffer: begins[outputs[0].entry] + offset for buffer, offset in places_by_key[key].items()}
         for key, outputs in donated.items()

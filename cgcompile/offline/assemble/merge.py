@@ -1,5 +1,5 @@
-"""Merges a program's lowered regions at one int_key into one program with one set of buffers and one plan.  Pure.  A read by the
-host between two regions is an event.  Values that the host computes are in memory `inputs`, after the call's tensors."""
+"""Merges a program's lowered regions at one int_key into one program with one list of buffers and one arena plan.  Pure.  A read by
+the host between two regions is an event.  Values that the host computes are in memory `inputs`, after the call's tensors."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ class LoweredRegion:
 
 
 def whole(traced: Lowered) -> LoweredProgram:
-    """Returns a program that is one graph."""
+    """Returns a program with a single graph region."""
     region = RegionEvents(name=WHOLE, start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
     return LoweredProgram(lowered=traced, regions=(region,))
 
 
 def merge(key: IntKey, regions: Sequence[LoweredRegion], input_names: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
-    """Merges `regions`, in the order in which they run.  `input_names`: the values of INPUT buffers in order: the call's, then
-    those that the host computes and a graph reads.  `outputs`: the call's outputs; those from graphs stay allocated to the end.
-    Raises inputs-unlike or place-invalid if a region reads a value with another layout than the region before computed it with."""
+    """Merges `regions`, in the order in which they run.  `input_names`: the INPUT buffers in order: the call's, then the values
+    that the host computes and a graph reads.  `outputs`: the call's outputs; graphs' outputs stay allocated to the end.  Raises
+    inputs-unlike if a region reads a value in another layout than it was computed in, and place-invalid if the value exceeds its
+    buffer."""
     merged = MergedProgram(key=key, input_places={name: place for place, name in enumerate(input_names)})
     for region in regions:
         if region.lowered is None:
@@ -67,8 +68,8 @@ def merge(key: IntKey, regions: Sequence[LoweredRegion], input_names: Sequence[s
 
 
 class MergedProgram:
-    """Builds the merged program.  `views`: the values of the regions so far.  `on_host`: the values that the host has a copy of.
-    `shared`: weights and inputs by kind and name, which several regions may use."""
+    """Builds the merged program.  `views`: the regions' outputs by name.  `on_host`: the outputs that the host has read.  `shared`:
+    the buffers of weights and inputs by kind and name."""
 
     def __init__(self, key: IntKey, input_places: Mapping[str, int]) -> None:
         self.key = key
@@ -91,14 +92,18 @@ class MergedProgram:
                 self.events.append(HostRead(buffer=self.views[name].pointer.buffer))
 
     def add(self, region: LoweredRegion, traced: Lowered, targets: Sequence[Pointer] = ()) -> None:
-        """Adds a graph region, or a part of one.  `targets`: the addresses for its dense outputs; () keeps its own buffers."""
+        """Adds a graph region, or a part of one.  `targets`: the addresses for its dense outputs, or () to leave them in the
+        region's buffers."""
         start = len(self.events)
-        outs = _own_buffers(traced) if targets else {}
-        places = [targets[outs[i]] if i in outs else self._place(region, traced, buffer) for i, buffer in enumerate(traced.buffers)]
+        replaced = _output_buffers(traced) if targets else {}
+        places = [
+            targets[replaced[i]] if i in replaced else self._place(region, traced, buffer)
+            for i, buffer in enumerate(traced.buffers)
+        ]
         variants = [self.variants.setdefault(variant, len(self.variants)) for variant in traced.variants]
-        events = [event for event in traced.events if not (isinstance(event, Allocate | Release) and event.buffer in outs)]
-        self.events += [_moved(event, places, variants) for event in events]
-        inputs, outputs = [[_tensor(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
+        events = [event for event in traced.events if not (isinstance(event, Allocate | Release) and event.buffer in replaced)]
+        self.events += [_merged_event(event, places, variants) for event in events]
+        inputs, outputs = [[_merged_view(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
         for number, target in enumerate(targets):
             if outputs[number].pointer != target:
                 self.events.append(Copy(source=outputs[number].pointer, target=target, nbytes=dense_bytes(outputs[number])))
@@ -115,17 +120,16 @@ class MergedProgram:
         self.written |= dict.fromkeys([index for index in written if self.buffers[index].kind != TEMPORARY])
 
     def temporary(self, nbytes: int, at: int | None = None) -> Pointer:
-        """Returns a new buffer, allocated before event number `at`, or now."""
+        """Returns a new buffer, allocated before event number `at`, or after all events."""
         pointer = self._new(Buffer(kind=TEMPORARY, name=f"own{len(self.buffers)}", nbytes=nbytes))
         self.events.insert(len(self.events) if at is None else at, Allocate(buffer=pointer.buffer))
         return pointer
 
     def argument_pointer(self, kind: str, name: str, nbytes: int) -> Pointer:
-        """The buffer of a weight, or of an input of the call by its number."""
+        """Returns the buffer of a weight, or of an input, whose name is its number."""
         return self._shared(Buffer(kind=kind, name=name, nbytes=nbytes))
 
     def program(self, outputs: Sequence[str]) -> LoweredProgram:
-        """Returns the merged program with these outputs."""
         traced = self.joined((), [self.views[name] for name in outputs if name in self.views])
         return LoweredProgram(lowered=traced, regions=tuple(self.regions))
 
@@ -178,8 +182,8 @@ def dense_bytes(tensor: BufferView) -> int:
     return DTYPES[tensor.dtype] * math.prod(tensor.shape)
 
 
-def _own_buffers(traced: Lowered) -> dict[int, int]:
-    """Maps buffers that are exactly one output each to the numbers of these outputs."""
+def _output_buffers(traced: Lowered) -> dict[int, int]:
+    """Maps buffers that contain one output and nothing else to the output's number."""
     output_numbers: dict[int, int] = {}
     output_buffers = [output.pointer.buffer for output in traced.outputs]
     for number, output in enumerate(traced.outputs):
@@ -196,29 +200,29 @@ def _layout(tensor: BufferView) -> tuple[str, tuple[tuple[int, int], ...]]:
     return tensor.dtype, tuple([(size, stride if size > 1 else 0) for size, stride in axes])
 
 
-def _tensor(tensor: BufferView, places: Sequence[Pointer]) -> BufferView:
-    return replace(tensor, pointer=_at(tensor.pointer, places))
+def _merged_view(tensor: BufferView, places: Sequence[Pointer]) -> BufferView:
+    return replace(tensor, pointer=_merged_pointer(tensor.pointer, places))
 
 
-def _at(place: Pointer, places: Sequence[Pointer]) -> Pointer:
-    begin = places[place.buffer]
-    return Pointer(buffer=begin.buffer, offset=begin.offset + place.offset)
+def _merged_pointer(pointer: Pointer, places: Sequence[Pointer]) -> Pointer:
+    begin = places[pointer.buffer]
+    return Pointer(buffer=begin.buffer, offset=begin.offset + pointer.offset)
 
 
-def _moved(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> Event:
-    """An event of a region with the buffers and variants of the merged program."""
+def _merged_event(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> Event:
+    """Returns a region's event with the buffers (at `places`) and variants of the merged program."""
     match event:
         case Launch():
             arguments = tuple(
-                [_at(argument, places) if isinstance(argument, Pointer) else argument for argument in event.arguments]
+                [_merged_pointer(argument, places) if isinstance(argument, Pointer) else argument for argument in event.arguments]
             )
             return replace(event, variant=variants[event.variant], arguments=arguments)
         case Copy() | Exchange():
-            return replace(event, source=_at(event.source, places), target=_at(event.target, places))
+            return replace(event, source=_merged_pointer(event.source, places), target=_merged_pointer(event.target, places))
         case Fill():
-            return replace(event, target=_at(event.target, places))
+            return replace(event, target=_merged_pointer(event.target, places))
         case SetCondition():
-            return replace(event, byte=_at(event.byte, places))
+            return replace(event, byte=_merged_pointer(event.byte, places))
         case Begin() | NextBody() | End():
             return event
         case _:  # an event of a temporary, whose offset is 0

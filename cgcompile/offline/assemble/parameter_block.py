@@ -1,5 +1,5 @@
-"""Packs a launch's arguments into the parameter block that the driver copies to the device.  Pure.  The layout is that of triton's
-launcher (backends/nvidia/driver.c, 3.6 and 3.7), but values that the launcher would convert are refused."""
+"""Packs a launch's arguments into the parameter block that the driver copies to the device.  Pure.  Triton's launcher
+(backends/nvidia/driver.c, 3.6 and 3.7) uses the same layout, but converts values that are refused here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POINTER = 8
 
 
 class ParameterBlock(NamedTuple):
-    """A parameter block.  Addresses are zero; `places` lists them: (offset in the block, the pointer)."""
+    """A parameter block.  The addresses in `data` are zero.  `places` lists them as (offset in the block, pointer)."""
 
     data: bytes
     places: tuple[tuple[int, Pointer], ...]

@@ -1,6 +1,6 @@
-"""Checks an arena plan.  Derives the lifetimes from the launches alone, independently of `arena`, Allocate and Release.  Pure.  A
-buffer is needed from the first event that names it to the last, an output to the end.  A buffer that events inside and outside a
-loop name is needed through the whole loop.  Two buffers that are needed at the same event must not share a byte."""
+"""Checks an arena plan.  Derives the lifetimes from the uses of buffers alone, without `arena`, Allocate and Release.  Pure.  A
+buffer is needed from the first event that uses it to the last, an output to the end.  If events inside and outside a loop use a
+buffer, it is needed through the whole loop.  Two buffers that are needed at the same event must not share a byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAIL = 256
 
 
 def check_plan(lowered: Lowered, plan: Plan) -> None:
-    """Raises arena-overlap if two temporaries share bytes while both are needed, and place-invalid if one has no aligned range
+    """Raises arena-overlap if two temporaries that are needed together share bytes, and place-invalid if one is not aligned or not
     inside the arena."""
     _check_places(lowered, plan)
     needed = _needed(lowered)
@@ -61,7 +61,7 @@ def _check_places(lowered: Lowered, plan: Plan) -> None:
 
 
 def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
-    """Temporary -> (first event that names it, last event)."""
+    """Temporary -> (first event that needs it, last event)."""
     spans: dict[int, tuple[int, int]] = {}
     opened: list[int] = []
     loops: list[tuple[int, int]] = []

@@ -1,5 +1,5 @@
-"""Builds the rows of a bundle from a lowered program, its kernel images and its arena plan.  Pure.  The nodes run one after the
-other, as Inductor's wrapper launches them, also inside the bodies of branches and loops."""
+"""Builds recordings from a lowered program, its kernel images and its arena plan.  Pure.  The nodes run one after the other, in the
+order of Inductor's wrapper, also inside the bodies of branches and loops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .arena import Plan
 from .parameter_block import pack_arguments
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14
-"""CUfunction_attribute for dynamic shared memory over DEFAULT_SHARED, and for clusters over PORTABLE_CLUSTER."""
+"""CUfunction_attribute for dynamic shared memory over DEFAULT_SHARED bytes, and for clusters over PORTABLE_CLUSTER blocks."""
 
 DEFAULT_SHARED = 48 << 10
 PORTABLE_CLUSTER = 8
@@ -55,7 +55,7 @@ DIVISOR = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Where:
+class _Addresses:
     """The address of each buffer of a lowered program."""
 
     lowered: Lowered
@@ -83,47 +83,47 @@ def assemble(
     conditions: Function | None = None,
     exchanges: ExchangeKernels | None = None,
 ) -> tuple[RecordedGraph, ...]:
-    """Builds the rows of one key, one graph per region; empty launches, copies and fills are omitted.  `compiled`: one per variant.
+    """Builds one graph per region at an int_key, without empty launches, copies and fills.  `compiled`: the kernel of each variant.
     `weights`: the addresses of WEIGHT buffers by name.  `inputs`: the offsets of INPUT buffers in memory inputs, by number.
-    `written`: the numbers of the inputs that calls may change.  `conditions`: the kernel that sets conditions, if any are set.
-    `exchanges`: the kernels of collectives, for a model over several devices.
+    `written`: the numbers of the inputs that calls may change.  `conditions`: the kernel that sets conditions, if there is a branch
+    or loop.  `exchanges`: the kernels of collectives, for a model over several devices.
 
     Raises parameter-mismatch, and place-invalid for a buffer without an address, for bytes outside their buffer, and for a weight
     or input that must not change.
     """
     lowered = program.lowered
-    where = _Where(lowered=lowered, bases=tuple(_bases(lowered, plan, weights, inputs)))
-    _check_written(where, written)
-    return tuple([_assemble(region, compiled, where, conditions, exchanges, plan.arena) for region in program.regions])
+    addresses = _Addresses(lowered=lowered, bases=tuple(_bases(lowered, plan, weights, inputs)))
+    _check_written(addresses, written)
+    return tuple([_assemble(region, compiled, addresses, conditions, exchanges, plan.arena) for region in program.regions])
 
 
 def _assemble(
-    region: RegionEvents, compiled: Sequence[CompiledKernel], where: _Where, conditions: Function | None,
+    region: RegionEvents, compiled: Sequence[CompiledKernel], addresses: _Addresses, conditions: Function | None,
     exchanges: ExchangeKernels | None, arena: int,
 ) -> RecordedGraph:  # fmt: skip
-    lowered = where.lowered
+    lowered = addresses.lowered
     functions: dict[Function, int] = {}
     begin_next: set[int] = set()
     graph = Bodies()
     for moment, event in enumerate(lowered.events[region.start : region.stop], region.start):
-        spot = f"int_key {lowered.key}, event {moment}"
+        location = f"int_key {lowered.key}, event {moment}"
         match event:
             case Launch() if all(event.grid):
                 function = functions.setdefault(_function(compiled[event.variant]), len(functions))
                 if lowered.variants[event.variant].begins_next:
                     begin_next.add(function)
-                graph.add([_kernel(event, function, compiled[event.variant], where, spot)])
+                graph.add([_kernel(event, function, compiled[event.variant], addresses, location)])
             case Copy() if event.nbytes:
-                graph.add(list(_copies(event, where, spot)))
+                graph.add(list(_copies(event, addresses, location)))
             case Fill() if event.count:
-                graph.add([_fill(event, where, spot)])
+                graph.add([_fill(event, addresses, location)])
             case SetCondition():
                 assert conditions is not None  # compiled if any program sets a condition
                 function = functions.setdefault(conditions, len(functions))
-                graph.add([set_condition(function, where.address(event.byte, 1, spot), event.conditional)])
+                graph.add([set_condition(function, addresses.address(event.byte, 1, location), event.conditional)])
             case Exchange() if event.nbytes:
                 assert exchanges is not None  # only a model over several devices has collectives
-                graph.add([_exchange(event, functions, exchanges, where, spot)])
+                graph.add([_exchange(event, functions, exchanges, addresses, location)])
             case Begin():
                 graph.begin(event.conditional, event.type)
             case NextBody():
@@ -135,8 +135,8 @@ def _assemble(
         recording=Recording(
             key=lowered.key, functions=tuple(functions), nodes=nodes, edges=_early(edges, nodes, begin_next), bodies=bodies
         ),
-        inputs=tuple(_value(tensor, where, f"int_key {lowered.key}, input {i}") for i, tensor in enumerate(region.inputs)),
-        outputs=tuple(_value(tensor, where, f"int_key {lowered.key}, output {i}") for i, tensor in enumerate(region.outputs)),
+        inputs=tuple(_value(tensor, addresses, f"int_key {lowered.key}, input {i}") for i, tensor in enumerate(region.inputs)),
+        outputs=tuple(_value(tensor, addresses, f"int_key {lowered.key}, output {i}") for i, tensor in enumerate(region.outputs)),
         arena=arena,
     )
 
@@ -163,14 +163,14 @@ def _bases(lowered: Lowered, plan: Plan, weights: Mapping[str, Address], inputs:
     ]
 
 
-def _check_written(where: _Where, written: Collection[int]) -> None:
+def _check_written(addresses: _Addresses, written: Collection[int]) -> None:
     """Raises place-invalid for writes to weights, which sessions share, or to inputs that are not copied back to the caller."""
-    for index in where.lowered.written:
-        buffer, base = where.lowered.buffers[index], where.bases[index]
+    for index in addresses.lowered.written:
+        buffer, base = addresses.lowered.buffers[index], addresses.bases[index]
         written_input = buffer.kind == INPUT and int(buffer.name) in written
         if not written_input and (base is None or MEMORIES[base.memory] != "state"):
             text = f"the program changes buffer {index} ({buffer.kind} {buffer.name}), which is neither state nor a written input"
-            raise BuildError("place-invalid", f"int_key {where.lowered.key}: {text}")
+            raise BuildError("place-invalid", f"int_key {addresses.lowered.key}: {text}")
 
 
 def _function(compiled: CompiledKernel) -> Function:
@@ -182,17 +182,17 @@ def _function(compiled: CompiledKernel) -> Function:
     return Function(image=compiled.sha256, symbol=compiled.symbol, params=compiled.layout, attributes=tuple(attributes))
 
 
-def _kernel(launch: Launch, function: int, compiled: CompiledKernel, where: _Where, spot: str) -> KernelNode:
-    variant = where.lowered.variants[launch.variant]
-    spot = f"{spot} ({variant.name})"
-    block = pack_arguments(compiled, launch, spot)
-    relocations = tuple(Relocation(at=at, target=where.address(place, 0, spot)) for at, place in block.places)
-    # code that was compiled for multiples of 16 would access wrong addresses with other values
+def _kernel(launch: Launch, function: int, compiled: CompiledKernel, addresses: _Addresses, location: str) -> KernelNode:
+    variant = addresses.lowered.variants[launch.variant]
+    location = f"{location} ({variant.name})"
+    block = pack_arguments(compiled, launch, location)
+    relocations = tuple(Relocation(at=at, target=addresses.address(place, 0, location)) for at, place in block.places)
+    # a kernel compiled for multiples of 16 accesses wrong addresses with other values
     for (_, name), value in zip(compiled.params, launch.arguments, strict=True):
-        number = where.address(value, 0, spot).offset if isinstance(value, Pointer) else value
+        number = addresses.address(value, 0, location).offset if isinstance(value, Pointer) else value
         if name in variant.divisible and number % DIVISOR:
             text = f"parameter {name}: {number} is no multiple of {DIVISOR}, which the kernel relies on"
-            raise BuildError("parameter-mismatch", f"{spot}, {text}")
+            raise BuildError("parameter-mismatch", f"{location}, {text}")
     attributes: list[tuple[int, tuple[int, int, int]]] = []
     if compiled.cooperative:
         attributes.append((COOPERATIVE, (1, 0, 0)))
@@ -211,18 +211,20 @@ def _kernel(launch: Launch, function: int, compiled: CompiledKernel, where: _Whe
     )
 
 
-def _exchange(event: Exchange, functions: dict[Function, int], kernels: ExchangeKernels, where: _Where, spot: str) -> KernelNode:
+def _exchange(
+    event: Exchange, functions: dict[Function, int], kernels: ExchangeKernels, addresses: _Addresses, location: str
+) -> KernelNode:
     world = kernels.memory.world
     sent = transfer(event.kind, event.dtype, event.nbytes, world, event.sender)
-    source = where.address(event.source, sent.size * (world if sent.scattered else 1), spot)
-    target = where.address(event.target, sent.output(world), spot)
+    source = addresses.address(event.source, sent.size * (world if sent.scattered else 1), location)
+    target = addresses.address(event.target, sent.output(world), location)
     function = functions.setdefault(kernels.function(sent), len(functions))
     return exchange_node(function, sent, kernels.memory, kernels.rank, source, target)
 
 
-def _copies(copy: Copy, where: _Where, spot: str) -> Iterator[MemcpyNode]:
-    """Splits a copy into rows of at most LARGEST_ROW bytes: a driver takes up to 2 GiB (MAX_PITCH)."""
-    source, target = where.address(copy.source, copy.nbytes, spot), where.address(copy.target, copy.nbytes, spot)
+def _copies(copy: Copy, addresses: _Addresses, location: str) -> Iterator[MemcpyNode]:
+    """Splits a copy into rows of at most LARGEST_ROW bytes; the driver's limit is 2 GiB (MAX_PITCH)."""
+    source, target = addresses.address(copy.source, copy.nbytes, location), addresses.address(copy.target, copy.nbytes, location)
     for start in range(0, copy.nbytes, LARGEST_ROW):
         width = min(LARGEST_ROW, copy.nbytes - start)
         yield MemcpyNode(
@@ -238,16 +240,16 @@ def _copies(copy: Copy, where: _Where, spot: str) -> Iterator[MemcpyNode]:
         )
 
 
-def _fill(fill: Fill, where: _Where, spot: str) -> MemsetNode:
-    target = where.address(fill.target, fill.count * fill.element, spot)
+def _fill(fill: Fill, addresses: _Addresses, location: str) -> MemsetNode:
+    target = addresses.address(fill.target, fill.count * fill.element, location)
     if target.offset % fill.element:
-        raise BuildError("place-invalid", f"{spot}: a fill with elements of {fill.element} bytes at offset {target.offset}")
+        raise BuildError("place-invalid", f"{location}: a fill with elements of {fill.element} bytes at offset {target.offset}")
     value = fill.value & ((1 << (8 * fill.element)) - 1)
     return MemsetNode(target=target, value=value, element=fill.element, width=fill.count, height=1, pitch=0)
 
 
-def _value(tensor: BufferView, where: _Where, spot: str) -> Value:
-    address = where.address(tensor.pointer, 0, spot)
+def _value(tensor: BufferView, addresses: _Addresses, location: str) -> Value:
+    address = addresses.address(tensor.pointer, 0, location)
     return Value(
         dtype=tensor.dtype,
         shape=tensor.shape,

@@ -1,1 +1,1 @@
-"""Compiles Inductor's kernels to cubins for an architecture with Triton in worker processes; caches them by content."""
+"""Compiles Inductor's Triton kernels to cubins for an architecture in worker processes.  Caches the cubins by content."""

@@ -1,8 +1,9 @@
-"""Reads from a cubin how a kernel is launched: its parameters as the driver reports them (cuFuncGetParamInfo).  Pure.
+"""Reads from a cubin how a kernel is launched: block and cluster size, and parameters as the driver reports them
+(cuFuncGetParamInfo).  Pure.
 
 NVIDIA does not document the section `.nv.info.<kernel>`.  The format was observed in cubins of ptxas 12.8 and 13.1 for sm_80 to
-sm_120 and agrees with `cuobjdump -elf`.  A record has a format (1 byte), an attribute (1 byte) and 2 more bytes.  They are a value
-or, in format 4, the length of the payload that follows.
+sm_120 and agrees with `cuobjdump -elf`.  A record has a format (1 byte), an attribute (1 byte) and 2 more bytes.  These 2 bytes are
+a value or, in format 4, the length of the payload that follows.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ EIATTR_REQNTID, EIATTR_CTA_PER_CLUSTER = 0x10, 0x3D
 """Attributes: the required threads of a block and blocks of a cluster, per axis."""
 
 EIATTR_KPARAM_INFO, EIATTR_CBANK_PARAM_SIZE, EIATTR_KPARAM_INFO_V2 = 0x17, 0x19, 0x45
-"""Attributes: a parameter, the bytes of all parameters, and a parameter of a kernel with more than 4 KiB of parameters."""
+"""Attributes: a parameter, the size of all parameters in bytes, and a parameter of a kernel with more than 4 KiB of parameters."""
 
 EIFMT_SVAL = 4
 """The format with a payload; formats 1 to 3 have none."""
 
 _RECORD = struct.Struct("<BBH")
-_PARAM = struct.Struct("<IHHI")  # index, ordinal, offset; alignment (8 bits), space (4), bank (5), one more, size (14)
+_PARAM = struct.Struct("<IHHI")  # index, ordinal, offset; alignment (8 bits), space (4), bank (5), 1 unknown bit, size (14)
 _PARAM_V2 = struct.Struct("<IHHHH")  # index, ordinal, offset, size; alignment and space
 _AXES = struct.Struct("<III")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelInfo:
-    """(offset, size) of each parameter in order.  `threads` of a block and `cluster`: required sizes, None if there are none."""
+    """`params`: (offset, size) of each parameter in order.  `threads`, `cluster`: the required sizes of blocks and clusters, or
+    None."""
 
     params: tuple[tuple[int, int], ...]
     threads: tuple[int, int, int] | None

@@ -1,7 +1,7 @@
 """Imports Inductor's library of Triton functions without `import torch`, which takes two seconds.
 
-Private interface (torch 2.11 to 2.13): `torch._inductor.runtime.triton_helpers`, which Inductor's kernels use.  It and
-`triton_compat` need only Triton when they are imported.  If a torch version needs more, torch is imported as a whole.
+Private interface (torch 2.11 to 2.13): `torch._inductor.runtime.triton_helpers`, which Inductor's kernels use.  The import of this
+module and of `triton_compat` needs only Triton.  If another torch version needs more, all of torch is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RUNTIME = "torch._inductor.runtime"
 
 @cache
 def triton_helpers() -> Any:
-    """The module under its own name and file, because Triton writes both into its output."""
+    """The module with its real name and file, because Triton writes both into its output."""
     name = f"{RUNTIME}.triton_helpers"
     if name not in sys.modules:
         with suppress(ImportError, AttributeError):  # raised if the module needs more of torch
@@ -29,7 +29,8 @@ def triton_helpers() -> Any:
 
 
 def _alone(name: str) -> Any:
-    """Imports the module with empty parent packages where they are not imported yet.  Restores `sys.modules` afterwards."""
+    """Imports the module with empty packages for the parent packages that are not imported yet.  Restores `sys.modules`
+    afterwards."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise ImportError("no torch")

@@ -15,12 +15,13 @@ INDUCTOR = ("triton_helpers", "libdevice", "tl_math", "tl_extra")
 
 
 def define(source: str, name: str, where: str) -> Any:
-    """Returns the object `name` that a source defines, or None.  `inspect` finds the source under the pseudo file name `where`."""
+    """Runs a source and returns the object `name` that it defines, or None.  `inspect` finds the source under the file name
+    `where`."""
     scope: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "cgcompile_kernel"}
     if any(helper in source for helper in INDUCTOR):
         helpers = triton_helpers()
         scope |= {"triton_helpers": helpers, "libdevice": helpers.libdevice, "tl_math": helpers.math, "tl_extra": tl.extra}
-    # without a time stamp, linecache keeps an entry without a file
+    # linecache keeps entries of missing files only without a time stamp
     linecache.cache[where] = (len(source), None, source.splitlines(keepends=True), where)
     exec(compile(source, where, "exec"), scope)
     return scope.get(name)

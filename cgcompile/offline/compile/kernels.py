@@ -1,6 +1,6 @@
-"""Compiles kernel variants to images in processes that need no GPU, with a cache.  With all images cached, neither torch nor Triton
-is imported.  An image depends on its variant, the architecture, and the versions of Triton (with its ptxas) and torch (whose
-helpers kernels call).  So Triton's environment variables are hidden from the processes."""
+"""Compiles kernel variants to images in processes that need no GPU, with a cache.  With all images cached, it imports neither torch
+nor Triton.  An image depends only on its variant, the architecture, and the versions of Triton (with its ptxas) and torch (whose
+helpers the kernels call).  Therefore Triton's environment variables are hidden from the processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..lowered import KernelVariant
 from .cubin_info import read_kernel_info
 
 LARGEST_TENSOR_MEMORY = 512
-"""Columns of tensor memory of a multiprocessor (sm_100, sm_103); triton's CompiledKernel has the same limit."""
+"""Columns of tensor memory of a multiprocessor (sm_100, sm_103).  Triton's CompiledKernel has the same limit."""
 
 LARGEST_BLOCK = 1024
-"""The most threads of a block, on every architecture so far."""
+"""The maximum threads of a block, on every architecture so far."""
 
 SETTINGS = re.compile(r"(TRITON|MLIR|LLVM|NVPTX|PTXAS|DISABLE_PTXAS|AMDGCN|USE_IR_LOC|TORCHINDUCTOR|TORCH_COMPILE)")
 """Prefixes of environment variables that change Triton's output or search paths."""
@@ -32,7 +32,7 @@ SETTINGS = re.compile(r"(TRITON|MLIR|LLVM|NVPTX|PTXAS|DISABLE_PTXAS|AMDGCN|USE_I
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelImage:
-    """Triton's output for a variant.  `shared` (dynamic) and scratch memory in bytes per block; `blocks` per cluster."""
+    """Triton's output for a variant.  `shared` (dynamic) and scratch memory: bytes per block.  `blocks`: per cluster."""
 
     image: bytes
     symbol: str
@@ -50,7 +50,7 @@ class CompiledKernel:
     """A kernel image and how it is launched.
 
     `params`: (type, name) of the parameters that take arguments, in order, with the types of `KernelVariant.signature`.  `layout`:
-    (offset, size) in bytes of all parameters, those of `params` first, then `scratch_pointers` (2 or 0), all null.  `shared`:
+    (offset, size) in bytes of all parameters: first those of `params`, then 2 or 0 `scratch_pointers`, which are null.  `shared`:
     dynamic shared memory in bytes.  `threads`: per block.  `cluster`: blocks per axis; a variant's grid counts clusters.
     """
 

@@ -1,6 +1,6 @@
-"""Avoids a defect of ptxas 12.8 and 12.9 (triton-lang/triton#11581).  They drop the immediate of an `add.s16x2` if only one half of
-the result is used.  It affects sm_90 and later, which have packed adds.  LLVM emits such adds for indices that fit in 16 bits: the
-padding of a convolution read its neighbours.
+"""Avoids a defect of ptxas 12.8 and 12.9 (triton-lang/triton#11581): an `add.s16x2` loses its immediate if only one half of the
+result is used.  The defect affects sm_90 and later, which have packed adds.  LLVM emits such adds for indices that fit in 16 bits.
+For example, a convolution read neighbours instead of padding.
 
 Private interfaces, Triton 3.6 and 3.7: `knobs.runtime.add_stages_inspection_hook`, and a stage "ptx" that returns text.
 """
@@ -33,7 +33,7 @@ SPLIT = """{0}{{
 
 
 def split_packed_adds(ptx: str) -> str:
-    """Splits each packed 16-bit add of the PTX into two adds.  Raises ValueError for one in an unknown form."""
+    """Splits each packed 16-bit add of the PTX into two adds.  Raises ValueError for a packed add in an unknown form."""
     split = PACKED.sub(lambda match: SPLIT.format(*match.groups()), ptx)
     if unsplit := re.search(r"^.*add\.[su]16x2.*$", split, re.MULTILINE):
         raise ValueError(f"a packed add that cannot be split: {unsplit[0].strip()}")

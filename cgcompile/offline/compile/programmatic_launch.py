@@ -1,21 +1,20 @@
 """Lets kernels begin before the previous kernel has ended: CUDA's programmatic dependent launch (sm_90 and later).
 
-Consecutive kernels in which each may begin before the previous one has ended are called a chain.  The first kernel of a chain
-begins when all earlier nodes have ended.  The next kernel may begin when every block of a kernel has executed
+In a chain of consecutive kernels, each may begin before the previous one has ended.  The first kernel of a chain begins when all
+earlier nodes have ended.  The next kernel may begin when every block of the previous one has executed
 `griddepcontrol.launch_dependents`.
 
 A later kernel first reads memory that no kernel of its chain has written so far: weights, and caches of earlier calls or
 iterations.  Then it waits until the previous kernel has ended and its writes are visible (`griddepcontrol.wait`).  All other reads
-and all writes come after the wait.  No kernel ends before its wait is over.  So when kernel 2 has ended, kernel 1 has ended too,
-and kernel 3 may read what both wrote.
+and all writes come after the wait.  No kernel ends before its wait is over.  So when kernel 2 has ended, kernel 1 has ended, and
+kernel 3 may read what both wrote.
 
 Matrix products on tensor cores always begin when all earlier nodes have ended.  They have large blocks, about one per
-multiprocessor, and load their operands in a loop.  So there is no work that they could do before the wait.  When they began early,
-a step of Llama-8B with 32 lanes took 8.8 ms, and 7.4 ms otherwise; its kernels alone add up to 7.2 ms (H100).  Probably their
-blocks were distributed unevenly.
+multiprocessor, and load operands in a loop, so they have no work to do before the wait.  When they began early, a step of Llama-8B
+for 32 sequences took 8.8 ms, and 7.4 ms otherwise.  The times of its kernels add up to 7.2 ms (H100).
 
-A kernel may allow the next one to begin only if the next one waits.  Without the wait, the next kernel read stale bytes, although
-the edge between the two was a full dependency.  It was the kernel that sets the condition of a loop (H200, driver 580.159).
+A kernel may allow the next one to begin only if the next one waits.  Without the wait, the kernel that sets the condition of a loop
+read stale bytes, although the edge before it was a full dependency (H200, driver 580.159).
 
 Sources: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, `griddepcontrol`.
 """
@@ -48,13 +47,13 @@ MIN_CAPABILITY = 90
 WAIT, BEGIN_NEXT = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
 USES_FEATURE = "gdc_", "griddepcontrol"
-"""Text in the source of kernels that use the feature themselves."""
+"""Text in the source of kernels that already use this feature."""
 
 CO_SCHEDULED = "launch_cooperative_grid", "num_ctas"
 """Options of kernels whose blocks must run at the same time.  These kernels are not changed."""
 
 MATRIX_PRODUCT = "tl.dot("
-"""Text in the source of kernels for tensor cores."""
+"""Text in the source of kernels that use tensor cores."""
 
 LOAD = "tl.load"
 
@@ -63,10 +62,10 @@ EARLY = {"tl.program_id", "tl.arange", "tl.full", "tl.broadcast_to", LOAD}
 
 
 def begin_early(program: LoweredProgram) -> LoweredProgram:
-    """Returns the program with overlapping consecutive launches, where both kernels allow it."""
+    """Returns the program in which consecutive launches overlap, where both kernels allow it."""
     lowered = program.lowered
     eligible = [_can_take_part(variant) for variant in lowered.variants]
-    # weights and inputs that the program does not write to.  `_only_read` misses them if a kernel passes their pointers on
+    # weights and inputs that the program does not write to; `_only_read` does not find those that a kernel passes to a function
     read_only = {number for number, buffer in enumerate(lowered.buffers) if buffer.kind != TEMPORARY} - set(lowered.written)
     read = [_only_read(variant) for variant in lowered.variants]
     begin_next: set[int] = set()
@@ -118,7 +117,7 @@ def _can_take_part(variant: KernelVariant) -> bool:
 
 
 def _overlapping(lowered: Lowered, begin_next: Collection[int], unwritten: Mapping[int, set[str]]) -> Lowered:
-    """Makes a variant of a kernel for each role in a chain: whether it waits, and whether it lets the next kernel begin.
+    """Makes a variant of a kernel for each role in a chain: whether it waits, and whether it lets the next kernel begin early.
     `unwritten`: for launches that wait, the arguments whose buffers the chain has not written.  A variant reads an argument before
     its wait only if the argument is unwritten in all launches of the variant."""
     roles = [(event.variant, number in unwritten, number in begin_next) for number, event in _launches(lowered)]
@@ -169,8 +168,8 @@ def _function(variant: KernelVariant) -> ast.FunctionDef | None:
     if not functions:
         return None
     ends = [functions[0].lineno, *[_end(statement) for statement in functions[0].body]]
-    apart = all(end < statement.lineno for end, statement in zip(ends, functions[0].body, strict=False))
-    return functions[0] if apart else None
+    on_separate_lines = all(end < statement.lineno for end, statement in zip(ends, functions[0].body, strict=False))
+    return functions[0] if on_separate_lines else None
 
 
 def _end(statement: ast.stmt) -> int:
@@ -217,7 +216,7 @@ def _only_read(variant: KernelVariant) -> set[str]:
 
 
 def _target(statement: ast.stmt) -> str | None:
-    """The name that a statement assigns to, if it only does that."""
+    """The name that an assignment assigns to, or None for other statements."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target: ast.expr = statement.targets[0]
     elif isinstance(statement, ast.AnnAssign) and statement.value is not None:

@@ -22,7 +22,7 @@ from .kernel_source import define
 from .kernels import KernelImage
 
 FILE = "<kernel>"
-"""The path of every kernel's source for Triton, which keeps paths of this machine out of images."""
+"""The source path that Triton gets for every kernel, so that images contain no paths of this machine."""
 
 
 def work(request: tuple[KernelVariant, str]) -> KernelImage:
@@ -35,7 +35,7 @@ def work(request: tuple[KernelVariant, str]) -> KernelImage:
 
 
 def first_line(kind: str, text: str) -> str:
-    """The most useful line of a compiler's message: ptxas's error, or the first line that is not a position ("at 3:4:") or quoted
+    """The most useful line of a compiler's message: ptxas's error, or the first line that is neither a position ("at 3:4:") nor
     source."""
     lines = [line.strip() for line in text.splitlines()]
     if error_line := next((line for line in lines if re.match(r"ptxas.*(error|fatal)", line)), ""):

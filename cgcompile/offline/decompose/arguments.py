@@ -1,4 +1,4 @@
-"""The arguments of a program as fake cuda tensors, and the arguments that the program writes to."""
+"""The arguments of a program, fake cuda tensors for them, and which of them the program writes to."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def changed_outputs(program: ExportedProgram) -> list[tuple[int, int]]:
 
 
 def check_apart(written: Sequence[Row], rows: Sequence[Row]) -> None:
-    """Raises state-shared if a weight that is written to shares memory with another weight.  In a bundle they would be separate."""
+    """Raises state-shared if a weight that is written to shares memory with another weight, because a bundle stores them apart."""
     for kind, name, tensor in written:
         for other_kind, other, value in rows:
             two_weights = kind == other_kind == WEIGHT and other != name and tensor is not None and value is not None

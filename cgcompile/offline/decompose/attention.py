@@ -1,7 +1,7 @@
 """Attention in one Triton kernel of cgcompile, which does not store the matrix of scores.  Inductor launches the kernel unchanged.
 
 A program instance computes a block of rows of one head.  It loops over the columns with a running maximum and sum (FlashAttention,
-arXiv 2205.14135, section 3.1).  Tensors are read with their strides, and the result's axes have the query's memory order, as in
+arXiv 2205.14135, section 3.1).  It reads tensors with their strides, and the result's axes have the query's memory order, as in
 torch, so nothing is copied.  Inductor (torch 2.11, 2.13) passes tensors with the strides that were traced.  `launches` checks this
 by the constants TENSOR_stride_AXIS.
 """
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 SHORTEST = 16
-"""The fewest rows or columns for which this kernel is used.  Blocks are not smaller, so with fewer it would compute padding."""
+"""The kernel is used if there are at least this many rows or columns.  With fewer, most of a block would be padding."""
 
 WIDEST = 256
-"""The largest width of a head.  The sums of wider heads do not fit into registers."""
+"""The maximum width of a head.  The sums of wider heads do not fit into registers."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -30,15 +30,15 @@ NO_MASK, KEEP, ADD = 0, 1, 2
 """The kernel's MASK: none; bool, True for columns that count; numbers that are added to the scores."""
 
 SLICE = 32 << 10
-"""The limit for the bytes of keys that a block loads at a time, times an element's bytes: float32 products need more registers."""
+"""The limit for (bytes of keys that a block loads at a time) * (bytes of an element), because float32 needs more registers."""
 
 FEW_COLUMNS = 512
-"""The most columns for which one instance is as fast as Inductor's few small kernels on all processors."""
+"""Up to this many columns, few program instances are as fast as Inductor's separate kernels on all multiprocessors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """Rows and columns of a block, warps of an instance, and pipeline stages of the loop over the columns."""
+    """The size of a block, the warps of a program instance, and the pipeline stages of the loop over the columns."""
 
     rows: int
     columns: int
@@ -68,9 +68,10 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """Computes softmax(query @ key^T * scale + mask) @ value inside `fake_device`, for arguments that `fits` accepts.
 
-    query (..., heads, rows, width), key (..., groups, columns, width), value (..., groups, columns, depth), mask broadcast to (...,
-    heads, rows, columns): bool (True counts) or a float (added).  `heads` is a multiple of `groups`; leading axes are broadcast.  A
-    row in which no column counts becomes zeros, as in torch.  Returns (..., heads, rows, depth) of the query's dtype.
+    query (..., heads, rows, width), key (..., groups, columns, width), value (..., groups, columns, depth).  mask broadcast to
+    (..., heads, rows, columns): bool (True: the column counts), or a float that is added.  `heads` is a multiple of `groups`;
+    leading axes are broadcast.  A row in which no column counts becomes zeros, as in torch.  Returns (..., heads, rows, depth) of
+    the query's dtype.
     """
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     q, k, v, m = [None if tensor is None else _with_four_axes(tensor, lead) for tensor in (query, key, value, mask)]
@@ -124,9 +125,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
 def choose_blocks(problem: Sequence[int], item: int, processors: int, shared: int) -> Blocks:
     """Chooses blocks for (heads of all batches, rows, columns, width, depth) and elements of `item` bytes.
 
-    `shared`: bytes of shared memory of a block.  Large blocks read keys and values less often; small ones use all processors, which
-    matters more.  With these limits, half-precision kernels spill no registers on any target, and float32 kernels at most 384 bytes
-    per thread (at width 128; triton 3.7).
+    `shared`: bytes of shared memory of a block.  Larger blocks read keys and values less often.  Smaller blocks use all
+    multiprocessors, which matters more.  With these limits, half-precision kernels spill no registers on any target, and float32
+    kernels at most 384 bytes per thread (at width 128; triton 3.7).
     """
     heads, rows, columns, width, depth = problem
     wide = max(_block_size(width), _block_size(depth))
@@ -145,8 +146,8 @@ def choose_blocks(problem: Sequence[int], item: int, processors: int, shared: in
 
 
 def _shared_bytes(height: int, length: int, width: int, depth: int, item: int, stages: int) -> int:
-    """The most bytes of shared memory that a block needs: queries, weights, and the keys, values and mask of every stage.  float32
-    needs one more stage, because its factors are split into several tf32 ones."""
+    """An upper bound of a block's shared memory in bytes: queries, weights, and the keys, values and mask of every stage.  float32
+    needs one more stage, because each factor is split into several tf32 factors."""
     stage = length * (_block_size(width) + _block_size(depth)) + height * length
     return item * (height * (_block_size(width) + length) + (stages + (item == 4)) * stage)
 

@@ -1,8 +1,8 @@
-"""Runs complex numbers as pairs of real ones: Inductor has no kernels for them, and without the GPU no library can be called.
+"""Computes with pairs of real tensors instead of complex ones, for which Inductor has no kernels.
 
-Operations of a program that take or return complex numbers run on `Pair`s while it is retraced.  Composite operators (`fft_rfft`,
-`stft`, `real`) are traced alone to find the operators that they consist of.  The others need a rule.  Inputs and results of a
-program stay complex, and are refused because they have no kernel.
+When a program is retraced, operations that take or return complex numbers run on `Pair`s.  Composite operators (`fft_rfft`, `stft`,
+`real`) are first traced, each separately.  The operators that they consist of need an entry in `RULES` or `EACH`.  Inputs and
+results of a program stay complex, and are refused because they have no kernel.
 
 Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, `torch.func.functionalize`.
 """
@@ -56,7 +56,7 @@ def joined(value: Any) -> Any:
 
 
 def _parts(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GraphModule:
-    """Returns the graph of the operators that an operator consists of.  Traces it in a separate thread, because the modes of the
+    """Returns the graph of the operators that an operator consists of.  Traces it in another thread, because the modes of the
     current trace are thread-local."""
     leaves, spec = torch.utils._pytree.tree_flatten((tuple(args), dict(kwargs)))
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Pair | Tensor)]
@@ -91,7 +91,7 @@ class _OnPairs(Interpreter):
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # keeps torch from adding the node and other lines to the text of exceptions
+        self.extra_traceback = False  # keeps torch from adding lines to the text of exceptions
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         values = [self.env[node] for node in self._node.all_input_nodes if node in self.env]
@@ -169,7 +169,7 @@ def divide(a: Any, b: Any) -> Pair:
 
 
 def reciprocal(x: Pair) -> Pair:
-    """Divides by the larger part first: the square of a large or small number would overflow or underflow."""
+    """Divides by the larger part first, because the square of a large or small number would overflow or underflow."""
     largest = torch.maximum(x.real.abs(), x.imag.abs())
     real, imag = x.real / largest, x.imag / largest
     square = real * real + imag * imag
@@ -301,7 +301,7 @@ def returned(x: Pair, dim: Sequence[int], normalization: int, size: int) -> Tens
     return to_real(x.real, x.imag, dim, normalization, size)
 
 
-def _same(x: Any, *more: Any) -> Any:
+def _unchanged(x: Any, *more: Any) -> Any:
     return x
 
 
@@ -321,8 +321,8 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten._conj.default: lambda x: Pair(x.real, -x.imag),
     aten._conj_physical.default: lambda x: Pair(x.real, -x.imag),
     aten.conj_physical.default: lambda x: Pair(x.real, -x.imag),
-    aten.resolve_conj.default: _same,
-    aten.resolve_neg.default: _same,
+    aten.resolve_conj.default: _unchanged,
+    aten.resolve_neg.default: _unchanged,
     aten.mul.Tensor: multiply,
     aten.mul.Scalar: multiply,
     aten.div.Tensor: divide,
@@ -366,4 +366,4 @@ EACH: dict[Any, Any] = dict.fromkeys([
     aten.sum.dim_IntList, aten.t.default, aten.transpose.int, aten.tril.default, aten.triu.default, aten.unbind.int,
     aten.unfold.default, aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
 ]) | {aten.transpose_.default: aten.transpose.int}  # fmt: skip
-"""Operators that are applied to each part; the value, if any, is the operator to apply instead."""
+"""Operators that are applied to both parts.  A value that is not None is applied instead."""

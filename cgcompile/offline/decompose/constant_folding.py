@@ -1,6 +1,6 @@
 """Constant folding: computes values that depend only on weights, such as the scale of a batch normalization, at build time.  It
-also folds double-precision tables that depend on nothing.  Views of weights stay, and so do large copies in a wider type, which
-would be read from memory at every call.  Private interfaces (torch 2.11, 2.13): `torch._ops.OpOverload` and its `_schema`."""
+also folds double-precision tables that depend on nothing.  It does not fold views of weights, or large copies in a wider dtype,
+which every call would read from memory.  Private interfaces (torch 2.11, 2.13): `torch._ops.OpOverload` and its `_schema`."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ SMALL = 64 << 10
 """A result of at most this many bytes is always folded."""
 
 GROWTH = 1.25
-"""The largest size of other folded results, relative to the weights that they are computed from."""
+"""The maximum size of other folded results, relative to the weights that they are computed from."""
 
 
 TABLE = 64 << 20
-"""The most bytes of a folded table, a double-precision result that depends on nothing."""
+"""The maximum bytes of a folded double-precision table."""
 
 
 def fold(
     retraced: Retraced, values: Mapping[str, torch.Tensor], live: Collection[str] = ()
 ) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
-    """Folds constants; changes the graph of `retraced` in place.  Returns it with the constants as further weights, and the
-    constants.  `values`: the program's tensors by name, on the CPU.  Weights that the program changes and those in `live` stay
-    unfolded."""
+    """Folds constants; changes the graph of `retraced` in place.  Returns it with the constants as new weights, and the constants.
+    `values`: the program's tensors by name, on the CPU.  Folds nothing that depends on weights in `live` or on those that the
+    program changes."""
     graph = retraced.graph.graph
     named = _weights(retraced, live)
     weights = {node: values[name].detach() for node, name in named.items()}
     for node in _derived(graph, weights):
-        if _is_once(node):  # the bias of a product of one row; a folded copy could not be updated
+        if _multiplies_by_one(node):  # such as a bias in a product of one row; a folded copy could not be updated
             node.replace_all_uses_with(node.args[0])
     derived = _derived(graph, weights)
     constants: dict[str, FoldedConstant] = {}
     tensors, names = list(retraced.tensors), list(retraced.names)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    # compute all before replacing any: one may depend on another, which becomes a placeholder
+    # computes all constants before it replaces any, because one may depend on another
     nodes = list(_read_nodes(graph, derived, weights))
     computed = [(node, _computed(node, weights), {named[weight] for weight in _from_weights(node, weights)}) for node in nodes]
     for node, tensor, sources in computed:
@@ -86,7 +86,7 @@ def _weights(retraced: Retraced, live: Collection[str]) -> dict[Node, str]:
 
 
 def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[Node]:
-    """The nodes that compute one tensor from weights, from other such nodes, or from nothing (a range, a constant)."""
+    """The nodes that compute one tensor only from weights, from other such nodes, or from nothing (a range, a constant)."""
     derived: set[Node] = set()
     written = _overwritten_nodes(graph)
     for node in graph.nodes:
@@ -97,7 +97,7 @@ def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[N
 
 
 def _overwritten_nodes(graph: torch.fx.Graph) -> set[Node]:
-    """Nodes whose memory a later operation writes to.  torch's decompositions do this: a circular padding fills an empty tensor."""
+    """Nodes whose memory a later operation writes to.  torch decomposes circular padding like this."""
     written: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -124,7 +124,7 @@ def _is_pure(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not node.is_impure()
 
 
-def _is_once(node: Node) -> bool:
+def _multiplies_by_one(node: Node) -> bool:
     """Whether a node multiplies a tensor by 1 and keeps its dtype and layout."""
     if node.target not in (aten.mul.Tensor, aten.mul.Scalar) or not isinstance(node.args[0], Node):
         return False
@@ -151,7 +151,7 @@ def _read_nodes(graph: torch.fx.Graph, derived: set[Node], known: Mapping[Node, 
 
 
 def _is_table(node: Node) -> bool:
-    """Whether a node was computed in double precision, as the factors of Fourier transforms are."""
+    """Whether a node depends on double-precision values, as the factors of Fourier transforms do."""
     waiting, seen = [node], {node}
     while waiting:
         ancestor = waiting.pop()
@@ -178,7 +178,7 @@ def _from_weights(node: Node, known: Mapping[Node, torch.Tensor]) -> set[Node]:
 
 
 def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
-    """The value of a node with the strides of the graph, or None if it is too large or not dense."""
+    """The value of a node with its strides in the graph, or None if it is too large or not dense."""
     fake = node.meta["val"]
     size = fake.numel() * fake.element_size()
     weights = [known[weight] for weight in _from_weights(node, known)]

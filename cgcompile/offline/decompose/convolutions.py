@@ -1,4 +1,4 @@
-"""Computes convolutions for which Inductor's templates fail or are slow by matrix products, sums and plain convolutions."""
+"""Replaces convolutions for which Inductor's templates fail or are slow: by matrix products, sums and simpler convolutions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ...transforms.few_rows.decompositions import PRODUCTS, kept
 aten = torch.ops.aten
 
 FEW = 8
-"""The most input channels for which a convolution is a product over a copy of the input."""
+"""A convolution of at most this many input channels is a matrix product over a copy of the input."""
 
 ROW = 8
-"""The most elements of a sum that Inductor unrolls with the options in ../lower/inductor.py, so that it can be fused."""
+"""The maximum length of a sum that Inductor unrolls, and then can fuse, with the options in ../lower/inductor.py."""
 
 BLOCKS, DEEP = 32, 2048
-"""A convolution with fewer blocks of 64 by 64 and an inner axis of at least DEEP elements has too little parallel work."""
+"""With fewer than BLOCKS blocks of 64 by 64, and an inner axis of DEEP elements or more, there is too little parallel work."""
 
 
 def convolution(
@@ -34,8 +34,9 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Replaces convolutions that Inductor's templates do not support: all but two- and three-dimensional ones without dilation.  x
-    (batch, channels, *size), weight (out, in per group, *kernel), or (in, out per group, *kernel) if transposed."""
+    """Replaces convolutions that Inductor's templates compute slowly or not at all.  The templates support two and three
+    dimensions, without dilation.  x (batch, channels, *size), weight (out, in per group, *kernel), or (in, out per group, *kernel)
+    if transposed."""
     axes = weight.dim() - 2
     stride, padding, dilation = _per_axis(stride, axes), _per_axis(padding, axes), _per_axis(dilation, axes)
     output_padding = _per_axis(output_padding, axes)
@@ -69,8 +70,8 @@ def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 def _taps(x: Tensor, kernel: Sequence[int], stride: list[int], padding: list[int], dilation: list[int]) -> list[Tensor]:
     """Returns for every position of the kernel, row-major, the elements of x that it multiplies: (batch, channels, *output
     size)."""
-    around = [amount for pad in reversed(padding) for amount in (pad, pad)]
-    padded = F.pad(x, around) if any(padding) else x
+    pad_widths = [width for pad in reversed(padding) for width in (pad, pad)]
+    padded = F.pad(x, pad_widths) if any(padding) else x
     sizes = [(padded.shape[2 + axis] - dilation[axis] * (size - 1) - 1) // stride[axis] + 1 for axis, size in enumerate(kernel)]
     taps = []
     for flat in range(math.prod(kernel)):
@@ -85,10 +86,11 @@ def _taps(x: Tensor, kernel: Sequence[int], stride: list[int], padding: list[int
 
 
 def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
-    """One input channel per group: sums over the kernel's positions in one kernel, without matrix products.  Adjacent positions are
-    a window and one sum of at most `ROW` elements, which Inductor unrolls; one operation per position gave graphs of thousands.
-    `kept` writes the total to memory, so that one kernel computes all sums.  Otherwise a reader of another shape is fused only with
-    the last additions, and every row has a kernel."""
+    """One input channel per group: sums without matrix products.  At most `ROW` adjacent kernel positions are one sum, which
+    Inductor unrolls.  One operation per position gave graphs of thousands of nodes.
+
+    `kept` writes the total to memory, so that one Triton kernel computes all sums.  Without it, Inductor fuses a reader of another
+    shape only with the last additions, and launches a kernel per row."""
     wide = torch.float32 if x.dtype in PRODUCTS else x.dtype
     repeated = x.repeat_interleave(weight.shape[0] // x.shape[1], 1) if weight.shape[0] != x.shape[1] else x
     *kernel, width = weight.shape[2:]
@@ -116,24 +118,24 @@ def _strides(x: Tensor, shape: Sequence[int]) -> list[int]:
 
 
 def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
-    """A kernel of one position as a product over the channels, so that `split_k` sees it.  Inductor would convert it too late."""
+    """A kernel of one position as a matrix product, which `split_k` can split.  Inductor's conversion comes after `split_k`."""
     batch, channels, height, width = x.shape
     flat = x.permute(0, 2, 3, 1).reshape(-1, channels)
     return torch.mm(flat, weight.view(-1, channels).t()).view(batch, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _underfilled(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
-    """Whether the template would have few blocks with many steps each, so that a product, which can be split, is faster.  On an
-    H200 (tests/bench/gpu_kernels/kernel_times.py), 49 by 512 by 4608 took 24 us by the template and 7 us as a product.  196 by 256
-    by 2304 took 16 and 14 us.  With more rows (56 and 100 blocks) the product was no faster."""
+    """Whether the template would have few blocks with many steps each.  A product is then faster, because it can be split.  On an
+    H200 (tests/bench/gpu_kernels/kernel_times.py), 49 by 512 by 4608 took 24 us with the template and 7 us as a product.  196 by
+    256 by 2304 took 16 and 14 us.  With more rows (56 and 100 blocks) the product was no faster."""
     sizes = [(x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2)]
     blocks = math.ceil(x.shape[0] * math.prod(sizes) / 64) * math.ceil(weight.shape[0] / 64)
     return blocks < BLOCKS and math.prod(weight.shape[1:]) >= DEEP
 
 
 def _columns(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    """One matrix product over rows of all elements that an output position reads.  The template instead loops over the kernel's
-    positions with a block of channels each, which an image's three channels leave nearly empty."""
+    """One matrix product.  A row of the first factor has all elements that one output position reads.  The template instead loops
+    over the kernel's positions, with a block of channels each, which would be nearly empty for an image's three channels."""
     out, channels, height, width = weight.shape
     padded = F.pad(x, [padding[1], padding[1], padding[0], padding[0]]) if any(padding) else x
     windows = padded.unfold(2, height, stride[0]).unfold(3, width, stride[1])  # (b, c, oh, ow, kh, kw)
@@ -166,17 +168,17 @@ def _transposed(
     output_padding: list[int],
     groups: int,
 ) -> Tensor:
-    """A plain convolution with the flipped kernel, over x with zeros inserted between its elements."""
+    """A convolution with the flipped kernel, over x with zeros inserted between its elements."""
     axes, kernel = len(stride), weight.shape[2:]
     for axis in range(axes):
         if stride[axis] > 1:
             spread = F.pad(x.unsqueeze(3 + axis), [0, 0] * (axes - 1 - axis) + [0, stride[axis] - 1])
             x = spread.flatten(2 + axis, 3 + axis).narrow(2 + axis, 0, (x.shape[2 + axis] - 1) * stride[axis] + 1)
-    around = []
+    pad_widths = []
     for axis in reversed(range(axes)):
         margin = dilation[axis] * (kernel[axis] - 1) - padding[axis]
-        around += [margin, margin + output_padding[axis]]
+        pad_widths += [margin, margin + output_padding[axis]]
     flipped = weight.view(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2)
     flipped = flipped.reshape(-1, weight.shape[0] // groups, *kernel).flip(list(range(2, 2 + axes)))
     zeros = [0] * axes
-    return aten.convolution(F.pad(x, around), flipped, bias, [1] * axes, zeros, dilation, False, zeros, groups)
+    return aten.convolution(F.pad(x, pad_widths), flipped, bias, [1] * axes, zeros, dilation, False, zeros, groups)

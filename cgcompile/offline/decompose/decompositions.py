@@ -1,13 +1,13 @@
 """Decompositions of operations without a Triton kernel in Inductor into operations that have one.  `REPLACED` maps operations of
-the exported program, before torch decomposes them.  `decompositions()` maps the smaller operations of the retraced graph.
-Functions there return NotImplemented if Inductor lowers the case well itself.  A large one has a file of its own in this folder.
-To add one, look at the graph of torch.export: an operation that is there goes to `REPLACED`, an operation that only torch's own
-decompositions create goes to `decompositions()`.
-tests/cpu/offline/test_decompositions.py compares them with PyTorch's operators.  `cgcompile operators --target sm_90` lists the
-operators without a kernel.
+the exported program, before torch decomposes them.  `decompositions()` maps the smaller operations of the retraced graph.  Its
+functions return NotImplemented if Inductor lowers the case well itself.
 
-These tables are for cross-compiled bundles.  A captured bundle keeps the kernels that PyTorch launches for such operations, and the
-cpu target calls functions (`targets/kernels/standalone.cpp`, else libtorch).  Decompositions for few rows are for both recorders:
+To add one, look at the graph of torch.export.  Operations in this graph go to `REPLACED`, those that only torch's decompositions
+create to `decompositions()`.  tests/cpu/offline/test_decompositions.py compares them with PyTorch's operators.  `cgcompile
+operators --target sm_90` lists the operators without a kernel.
+
+Only cross-compiled bundles use these tables.  A captured bundle keeps PyTorch's kernels for such operations, and the cpu target
+calls functions (`targets/kernels/standalone.cpp`, else libtorch).  Both recorders use the decompositions for few rows:
 `transforms/few_rows/decompositions.py`.
 
 Private interfaces (torch 2.11, 2.13): `torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`,
@@ -37,13 +37,13 @@ from .triton_operators import launching
 aten = torch.ops.aten
 
 UNKNOWNS = 128
-"""The most unknowns of a system of equations that is lowered.  Each unknown adds several kernels."""
+"""The maximum number of unknowns of a system of equations that is lowered.  Each unknown adds several kernels."""
 
 SUMMED = 16
-"""Matrices of the solver with at most this many rows and columns are multiplied by sums, which Inductor can fuse."""
+"""The solver multiplies matrices up to this size by elementwise products and sums, which Inductor can fuse."""
 
 LONGEST = 512
-"""The longest sequence whose matrix of attention scores may be stored."""
+"""The longest sequence whose attention scores may be stored in memory."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -92,7 +92,7 @@ def normalized(
     cudnn_enabled: bool,
 ) -> Tensor:
     """Batch normalization of `x` (n, c, ...) with constant statistics: one product and one sum per element.  Scale and shift (c)
-    depend only on weights and are folded, so that a kernel loads two vectors instead of four."""
+    depend only on weights.  They are folded, so that a kernel loads two vectors instead of four."""
     if training or mean is None or var is None:
         return NotImplemented
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -120,8 +120,8 @@ def histogram(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Ten
 
 
 def integer_product(a: Tensor, b: Tensor) -> Tensor:
-    """(m, k) uint8 by (k, n) int8 -> (m, n) int32.  Computed with int8 factors, because the template needs equal dtypes.  The sums
-    of b's columns usually depend only on weights and are folded."""
+    """(m, k) uint8 times (k, n) int8 -> (m, n) int32, with int8 factors, because the template needs equal dtypes.  The sums of b's
+    columns usually depend only on weights, and are folded."""
     if a.dtype != torch.uint8:
         return NotImplemented
     return aten._int_mm((a.to(torch.int32) - 128).to(torch.int8), b) + 128 * b.to(torch.int32).sum(0)
@@ -137,7 +137,8 @@ def trilinear(
     sumdim: Sequence[int],
     unroll_dim: int = 1,
 ) -> Tensor:
-    """The sum over `sumdim` of the product of three factors, each with axes of size 1 inserted at the positions of its `expand`."""
+    """The sum over `sumdim` of the product of three factors, after axes of size 1 are inserted at the positions in `expand1` to
+    `expand3`."""
     for axes, position in ((expand1, 0), (expand2, 1), (expand3, 2)):
         for axis in sorted(axes):
             a, b, c = [x.unsqueeze(axis) if i == position else x for i, x in enumerate((a, b, c))]
@@ -166,7 +167,7 @@ def solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, un
 
 
 def _solved(a: Tensor, b: Tensor, upper: bool, unitriangular: bool) -> Tensor:
-    """Solves by halves, beginning with the second half of the unknowns if `a` is upper triangular."""
+    """Solves one half of the unknowns, then the other; begins with the second half if `a` is upper triangular."""
     size = a.shape[-1]
     if size <= 1:
         return b if unitriangular or not size else b / a
@@ -199,7 +200,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """(..., heads, rows, width) by (..., heads, columns, width): one kernel if it `fits`, else with float32 scores in memory."""
+    """Queries (..., heads, rows, width), keys (..., heads, columns, width): one kernel if it `fits`, else float32 scores in
+    memory."""
     if dropout_p > 0:
         raise ModelError("random-operation", f"attention with dropout_p={dropout_p} draws random numbers")
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -238,8 +240,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bags of rows of `weight`: their sum (mode 0), mean (1) or maximum (2).  Every bag reads every index in a fixed order, so that
-    equal inputs give equal bits.  Only the first of the four results is used without gradients."""
+    """The sum (mode 0), mean (1) or maximum (2) of bags of rows of `weight`.  Every bag reads all indices in a fixed order, so that
+    equal inputs give equal bits.  Without gradients, a model uses only the first of the four results."""
     bounds = offsets if include_last_offset else torch.cat([offsets, offsets.new_full((1,), indices.shape[0])])
     starts, ends = bounds[:-1], bounds[1:]
     position = torch.arange(indices.shape[0], device=indices.device)
@@ -262,7 +264,7 @@ def embedding_bag(
 def lstm_cell(
     x: Tensor, state: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The new hidden and cell states, (batch, hidden) each.  PyTorch's own GPU kernel is not a Triton kernel."""
+    """The new hidden and cell states, (batch, hidden) each.  Replaces PyTorch's GPU kernel, which is not a Triton kernel."""
     hidden, cell = state
     gates = torch.nn.functional.linear(x, w_ih, b_ih) + torch.nn.functional.linear(hidden, w_hh, b_hh)
     input_gate, forget_gate, new, output_gate = gates.chunk(4, 1)
@@ -273,7 +275,7 @@ def lstm_cell(
 def gru_cell(
     x: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """The new hidden states, (batch, hidden).  On a GPU PyTorch calls a kernel of its own, which 2.11 cannot trace."""
+    """The new hidden states, (batch, hidden).  Replaces PyTorch's GPU kernel, which torch 2.11 cannot trace."""
     reset, update, new = torch.nn.functional.linear(x, w_ih, b_ih).chunk(3, 1)
     hidden_reset, hidden_update, hidden_new = torch.nn.functional.linear(hidden, w_hh, b_hh).chunk(3, 1)
     new = torch.tanh(new + torch.sigmoid(reset + hidden_reset) * hidden_new)
@@ -284,12 +286,12 @@ def leaky(
     x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Tensor:
     """RReLU without random slopes: the slope is the mean of its bounds.  The default bounds are the operator's, because torch omits
-    arguments that equal the defaults."""
+    arguments that equal defaults."""
     return NotImplemented if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
 
 
 def grid_sample(x: Tensor, grid: Tensor, interpolation: int, padding: int, align_corners: bool) -> Tensor:
-    """`torch.nn.functional.grid_sample` of planes (n, c, h, w).  PyTorch would query cuDNN, which the build does not have."""
+    """`torch.nn.functional.grid_sample` of images (n, c, h, w).  PyTorch would query cuDNN, which the build does not have."""
     if x.dim() != 4:
         return NotImplemented
     sampled: Tensor = _PLANES(x, grid, interpolation, padding, align_corners)
@@ -297,7 +299,7 @@ def grid_sample(x: Tensor, grid: Tensor, interpolation: int, padding: int, align
 
 
 def frequencies(n: int, d: float = 1.0, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Tensor:
-    """`torch.fft.fftfreq`: (n,), the negative frequencies last."""
+    """`torch.fft.fftfreq`: (n,), with the negative frequencies at the end."""
     place = torch.arange(n, dtype=dtype or torch.get_default_dtype(), device=device)
     return torch.where(place < (n + 1) // 2, place, place - n) * (1.0 / (n * d))
 
@@ -353,5 +355,5 @@ REPLACED: dict[Any, Callable[..., Any]] = {
 
 
 def replacement(target: Any) -> Callable[..., Any] | None:
-    """The replacement of an operation of an exported program, or None."""
+    """The replacement of an exported program's operation, or None."""
     return REPLACED.get(target) or launching(target)

@@ -49,20 +49,20 @@ def _move(value: Any) -> Any:
 
 
 class Replacing(torch.fx.Interpreter):
-    """Runs a program with the operations that `replacement` replaces, and complex numbers as pairs.  Errors have the user's source
-    line and the operator's name in `source`, the program before the rewrites."""
+    """Runs a program with the operations from `replacement`, and complex numbers as pairs.  Errors have the user's source line and
+    the operator's name in `source`, the program before the rewrites."""
 
     def __init__(self, module: torch.fx.GraphModule, source: torch.fx.GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # keeps torch from adding the node and other lines to the text of exceptions
+        self.extra_traceback = False  # keeps torch from adding lines to the text of exceptions
         self._source = source
 
     def run_node(self, n: torch.fx.Node) -> Any:
         try:
             if n.op == "call_function" and is_complex(n):
-                return _in_own_order(n, run_on_pairs(n.target, *self.fetch_args_kwargs_from_env(n)))
+                return _in_exported_order(n, run_on_pairs(n.target, *self.fetch_args_kwargs_from_env(n)))
             result = super().run_node(n)
-            return _in_order_of(result, n.meta.get("val")) if replacement(n.target) else result
+            return _with_order_of(result, n.meta.get("val")) if replacement(n.target) else result
         except BuildError as error:
             if error.code != "operator-without-kernel":
                 raise
@@ -84,26 +84,26 @@ class Replacing(torch.fx.Interpreter):
         return map_aggregate(super().output(target, args, kwargs), joined)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        instead = replacement(target)
-        output = super().call_function(instead, args, kwargs) if instead else NotImplemented
+        function = replacement(target)
+        output = super().call_function(function, args, kwargs) if function else NotImplemented
         return super().call_function(target, args, kwargs) if output is NotImplemented else output
 
 
-def _in_own_order(node: torch.fx.Node, output: Any) -> Any:
-    """The result of an operation on complex numbers with its axes in the exported memory order, unless it is a view.  view_as_real
-    counts as no view here, because it copies a pair's two parts into one tensor."""
+def _in_exported_order(node: torch.fx.Node, output: Any) -> Any:
+    """Returns the result of an operation on complex numbers with its axes in the exported memory order.  Views stay unchanged,
+    except view_as_real, which copies the parts of a pair into one tensor."""
     returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     view = any(argument.alias_info is not None for argument in returned) and node.target is not torch.ops.aten.view_as_real.default
     if not returned or view:
         return output
     like = node.meta.get("val")
     if isinstance(output, Pair):
-        return Pair(_in_order_of(output.real, like), _in_order_of(output.imag, like))
-    return _in_order_of(output, like)
+        return Pair(_with_order_of(output.real, like), _with_order_of(output.imag, like))
+    return _with_order_of(output, like)
 
 
-def _in_order_of(result: Any, like: Any) -> Any:
-    """`result` with its axes in the memory order of `like`.  Later operations, above all views, were exported for that order."""
+def _with_order_of(result: Any, like: Any) -> Any:
+    """Returns `result` with its axes in the memory order of `like`.  Later operations, above all views, were exported for it."""
     if not isinstance(result, torch.Tensor) or not isinstance(like, torch.Tensor):
         return result
     strides = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in like.stride()]

@@ -1,8 +1,8 @@
 """Computes Fourier transforms by matrix products of real and imaginary parts.
 
-A transform of n elements is a product with an n by n matrix.  A longer one of n = a * b elements is two transforms, of a and of b
-elements, with twiddle factors between (Cooley and Tukey, 1965).  The matrices depend on nothing and are folded; constant_folding.py
-recognizes them by their double precision.
+A short transform of n elements is a product with an n by n matrix.  A longer one, n = a * b, is a transform of a elements, twiddle
+factors, and one of b elements (Cooley and Tukey, 1965). constant_folding.py folds the matrices, which it recognizes by their double
+precision.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ...errors import ModelError
 aten = torch.ops.aten
 
 WHOLE = 128
-"""The most elements of a transform that is always one product."""
+"""A transform of at most this many elements is always one product."""
 
 LARGEST = 2048
-"""The most elements of a transform without two suitable factors.  Its matrices take 32 MB in float32."""
+"""The maximum length of a transform without two suitable factors.  Its matrices take 32 MB in float32."""
 
 NONE, BY_ROOT, BY_SIZE = range(3)
 """The normalizations of transforms (aten/src/ATen/native/SpectralOpsUtils.h)."""
@@ -37,13 +37,13 @@ def to_complex(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: in
 
 
 def to_complex_halves(x: Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> tuple[Tensor, Tensor]:
-    """`aten._fft_r2c` of real numbers.  With `onesided`, only the first n // 2 + 1 elements along the last of `dim`.  Raises
+    """`aten._fft_r2c`.  With `onesided`, returns only the first n // 2 + 1 elements along the last axis of `dim`.  Raises
     operator-without-kernel."""
     scale = _scale([x.shape[axis] for axis in dim], normalization)
     last, length = dim[-1], x.shape[dim[-1]]
     count = length // 2 + 1 if onesided else length
     rows = x.movedim(last, -1)
-    if _parts(length) is None:
+    if _factors(length) is None:
         cosines, sines = _matrices(length, x)
         both = rows @ torch.cat([cosines[:, :count], -sines[:, :count]], -1)
         real, imag = both[..., :count], both[..., count:]
@@ -54,7 +54,7 @@ def to_complex_halves(x: Tensor, dim: Sequence[int], normalization: int, oneside
 
 
 def to_real(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, size: int) -> Tensor:
-    """`aten._fft_c2r`, the inverse.  Along the last of `dim` the input has the first size // 2 + 1 elements.  Raises
+    """`aten._fft_c2r`, the inverse.  The input has the first size // 2 + 1 elements along the last axis of `dim`.  Raises
     operator-without-kernel."""
     last = dim[-1]
     scale = _scale([*[real.shape[axis] for axis in dim[:-1]], size], normalization)
@@ -63,9 +63,9 @@ def to_real(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, 
     real, imag = real.movedim(last, -1), imag.movedim(last, -1)
     count = size // 2 + 1
     real, imag = real[..., :count], imag[..., :count]
-    if _parts(size) is None:
+    if _factors(size) is None:
         cosines, sines = _matrices(size, real)
-        # an element counts twice if its conjugate in the second half is missing
+        # an element counts twice if its conjugate is in the second half, which is missing
         weights = torch.full((count, 1), 2.0, dtype=torch.float64, device=real.device)
         place = torch.arange(count, device=real.device).unsqueeze(-1)
         weights = torch.where((place == 0) | (place * 2 == size), 1.0, weights)
@@ -93,9 +93,8 @@ def inverse_short_time(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Tensor:
-    """`aten.istft` of complex numbers (..., bins, frames) -> (..., samples), without its check that every sample is in a window,
-    which a graph cannot contain.  A sample in no window is 0 / 0.  The build runs the check, when it runs the model in eager
-    PyTorch."""
+    """`aten.istft` of complex numbers (..., bins, frames) -> (..., samples).  A graph cannot check that every sample is in a
+    window; a sample in no window is 0 / 0.  The build's eager run checks it."""
     hop, width = hop_length or n_fft // 4, win_length or n_fft
     if window is None:
         window = torch.ones(width, dtype=spectrum.dtype.to_real(), device=spectrum.device)
@@ -115,7 +114,8 @@ def inverse_short_time(
 
 
 def overlapped(frames: Tensor, hop: int) -> Tensor:
-    """(..., frames, n) -> (..., n + hop * (frames - 1)): the sum of all frames, each `hop` elements after the one before."""
+    """(..., frames, n) -> (..., n + hop * (frames - 1)): the sum of all frames, each placed `hop` elements after the previous
+    one."""
     count, n = frames.shape[-2:]
     parts = -(-n // hop)
     cut = aten.constant_pad_nd(frames, [0, parts * hop - n]).unflatten(-1, (parts, hop))  # (..., frames, parts, hop)
@@ -126,7 +126,7 @@ def overlapped(frames: Tensor, hop: int) -> Tensor:
 def _transform(real: Tensor, imag: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
     """Transforms the last axis, without normalization."""
     length = real.shape[-1]
-    parts = _parts(length)
+    parts = _factors(length)
     if parts is None:
         cosines, sines = _matrices(length, real)
         sines = -sines if forward else sines
@@ -138,15 +138,15 @@ def _transform(real: Tensor, imag: Tensor, forward: bool) -> tuple[Tensor, Tenso
     real, imag = [part.reshape(*part.shape[:-1], a, b).transpose(-1, -2) for part in (real, imag)]  # (..., i, j)
     real, imag = _transform(real, imag, forward)  # (..., i, k)
     turns = torch.arange(b, device=real.device).unsqueeze(-1) * torch.arange(a, device=real.device)
-    cosines, sines = _circle(turns, length, real.dtype)
+    cosines, sines = _cosines_and_sines(turns, length, real.dtype)
     sines = -sines if forward else sines
     real, imag = real * cosines - imag * sines, real * sines + imag * cosines
     real, imag = _transform(real.transpose(-1, -2), imag.transpose(-1, -2), forward)  # (..., k, l)
     return tuple(part.transpose(-1, -2).reshape(*part.shape[:-2], length) for part in (real, imag))
 
 
-def _parts(length: int) -> tuple[int, int] | None:
-    """Returns two factors of a length that is transformed in two steps, None for one step.  Raises operator-without-kernel."""
+def _factors(length: int) -> tuple[int, int] | None:
+    """Returns two factors of a length that is transformed in two steps, or None for one step.  Raises operator-without-kernel."""
     if length <= WHOLE:
         return None
     small = next(divisor for divisor in range(math.isqrt(length), 0, -1) if length % divisor == 0)
@@ -159,12 +159,12 @@ def _parts(length: int) -> tuple[int, int] | None:
 
 
 def _matrices(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for every product of two indices, (length, length)."""
+    """Cosines and sines of 2 pi i j / length for all i and j, (length, length)."""
     places = torch.arange(length, device=like.device)
-    return _circle(places.unsqueeze(-1) * places, length, like.dtype)
+    return _cosines_and_sines(places.unsqueeze(-1) * places, length, like.dtype)
 
 
-def _circle(turns: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cosines_and_sines(turns: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     angle = (turns % length).to(torch.float64) * (2 * math.pi / length)
     return torch.cos(angle).to(dtype), torch.sin(angle).to(dtype)
 

@@ -1,4 +1,4 @@
-"""The results of a retraced program: required strides, and copies of new values into the tensors that it writes to."""
+"""Gives the outputs of a retraced program the required strides, and copies new values into the tensors that it writes to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALIGNED = 16
 
 
 def with_strides(result: Any, strides: tuple[int, ...] | None) -> Any:
-    """Returns an output with these strides at an aligned address; copies it if needed."""
+    """Returns an output that has these strides and an aligned address.  Copies it if needed."""
     if strides is None:
         return result
     if same_layout(result.shape, result.stride(), strides) and not result.storage_offset() * result.element_size() % ALIGNED:
@@ -25,13 +25,15 @@ def with_strides(result: Any, strides: tuple[int, ...] | None) -> Any:
 
 
 def same_layout(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:
-    """Whether two strides describe the same layout.  Strides of axes with one element and of empty tensors do not matter."""
+    """Whether two tuples of strides describe the same layout.  Strides of axes with one element and of empty tensors do not
+    matter."""
     pairs = zip(shape, first, second, strict=True)
     return 0 in shape or all(size == 1 or first_stride == second_stride for size, first_stride, second_stride in pairs)
 
 
 def copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
-    """Replaces the last outputs, which are new values of the inputs at the positions `written`, by copies into these inputs."""
+    """Removes the last outputs, which are new values of the inputs at the positions `written`, and copies them into these
+    inputs."""
     (output,) = traced.graph.find_nodes(op="output")
     placeholders = traced.graph.find_nodes(op="placeholder")
     count = len(output.args[0]) - len(written)
@@ -42,7 +44,7 @@ def copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
     ]
     for index, value in zip(written, values, strict=True):
         if value is placeholders[index]:
-            continue  # the value is unchanged
+            continue
         with traced.graph.inserting_before(output):
             copy_node = traced.graph.call_function(COPY, (placeholders[index], value))
         copy_node.meta["val"] = placeholders[index].meta["val"]
@@ -51,14 +53,14 @@ def copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
 
 
 def _base(node: torch.fx.Node) -> torch.fx.Node:
-    """The node that a node is a view of."""
+    """The node that a node is a view of, or itself."""
     while getattr(node.target, "is_view", False) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _cloned(graph: torch.fx.Graph, before: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
-    """Clones a tensor before anything is copied back: the new value of one tensor may be the old value of another."""
+    """Clones a tensor before anything is copied back, because the new value of one input may be the old value of another."""
     with graph.inserting_before(before):
         clone_node = graph.call_function(torch.ops.aten.clone.default, (value,))
     clone_node.meta["val"] = value.meta["val"]

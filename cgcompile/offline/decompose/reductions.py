@@ -1,4 +1,4 @@
-"""Pools and scatters for which Inductor would call PyTorch's own kernels, by operations that it compiles."""
+"""Replaces pools and scatters for which Inductor calls PyTorch's own kernels, by operations that it compiles."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...errors import ModelError
 aten = torch.ops.aten
 
 COMPARED = 1 << 32
-"""The most comparisons of a position with an index for which a scatter is lowered; they take some milliseconds."""
+"""The maximum number of comparisons of a position with an index in a scatter.  They take some milliseconds."""
 
 WINDOW = 25
-"""The most elements of a window that Inductor averages itself (`_avg_poolnd` in torch/_inductor/lowering.py)."""
+"""The maximum size of a window that Inductor averages itself (`_avg_poolnd` in torch/_inductor/lowering.py)."""
 
 
 def averaged(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Averages `x` (..., d, h, w) over windows.  They overlap if a length is no multiple of the output size."""
+    """Averages `x` (..., d, h, w) over windows, which overlap if a length is no multiple of the output size."""
     for axis, size in zip((-3, -2, -1), sizes, strict=True):
         x = torch.stack([x.narrow(axis, *window).mean(axis) for window in _windows(x.shape[axis], size)], axis)
     return x
@@ -35,8 +35,7 @@ def average_pool(
     count_include_pad: bool = True,
     divisor: int | None = None,
 ) -> Tensor:
-    """Sums large windows that overlap or leave gaps axis by axis, for `x` (..., h, w) or (..., d, h, w).  Inductor would call
-    PyTorch's own kernel."""
+    """Averages over large windows that overlap or leave gaps, one axis after the other: `x` (..., h, w) or (..., d, h, w)."""
     stride = stride or kernel
     if math.prod(kernel) <= WINDOW or list(kernel) == list(stride):
         return NotImplemented
@@ -59,7 +58,7 @@ def average_pool(
 
 
 def largest(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The maxima of `x` (..., d, h, w) over the windows of `averaged`, and the position of the first maximum in d * h * w."""
+    """The maxima of `x` (..., d, h, w) over the windows of `averaged`, and the position of each first maximum in d * h * w."""
     places = torch.arange(math.prod(x.shape[-3:]), device=x.device).view(x.shape[-3:]).expand(x.shape)
     for axis, size in zip((-1, -2, -3), reversed(sizes), strict=True):
         windows = _windows(x.shape[axis], size)
@@ -72,7 +71,7 @@ def largest(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _windows(length: int, size: int) -> list[tuple[int, int]]:
-    """(start, length) of each of `size` windows over an axis."""
+    """(start, length) of every one of the `size` windows over an axis."""
     return [(index * length // size, -(-(index + 1) * length // size) - index * length // size) for index in range(size)]
 
 
@@ -80,9 +79,10 @@ def _windows(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def scatter_reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True) -> Tensor:
-    """Combines every position of `x` along `dim` with the elements of `src` that `index` sends there, by prod, mean, amax or amin.
-    Without `include_self`, the result has only the elements of `src`.  Inductor computes sums itself, with atomic operations.  Here
-    every position compares all indices in a fixed order, so that equal inputs give equal bits."""
+    """Combines every position of `x` along `dim` with the elements of `src` whose `index` is the position, by prod, mean, amax or
+    amin.
+    Without `include_self`, positions that have such elements ignore `x`.  Inductor computes sums itself, with atomic operations.
+    Here every position compares all indices in a fixed order, so that equal inputs give equal bits."""
     if reduce == "sum" or x.dtype == torch.bool:
         return NotImplemented
     if x.dim() == 0:
@@ -107,26 +107,26 @@ def scatter_reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str
 
 
 def _combined(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool) -> Tensor:
-    """`scatter_reduced` where `index` and `src` have the shape of `x` except along `dim`."""
+    """`scatter_reduced` for `index` and `src` that have the shape of `x` except along `dim`."""
     places = torch.arange(x.shape[dim], device=x.device)
-    hit = index.movedim(dim, -1).unsqueeze(-2) == places.unsqueeze(-1)  # (..., places, indices)
+    matches = index.movedim(dim, -1).unsqueeze(-2) == places.unsqueeze(-1)  # (..., places, indices)
     target, source = x.movedim(dim, -1), src.movedim(dim, -1).unsqueeze(-2)
     floating = x.is_floating_point()
     if reduce in ("amax", "amin"):
         limits = (-math.inf, math.inf) if floating else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
         best = torch.amax if reduce == "amax" else torch.amin
-        reduced = best(torch.where(hit, source, limits[reduce == "amin"]), -1)
+        reduced = best(torch.where(matches, source, limits[reduce == "amin"]), -1)
         joined = (torch.maximum if reduce == "amax" else torch.minimum)(reduced, target)
     else:
         wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
         target, source = target.to(wide), source.to(wide)
         if reduce == "prod":
-            reduced = torch.where(hit, source, 1).prod(-1)
+            reduced = torch.where(matches, source, 1).prod(-1)
             joined = reduced * target
         else:
-            total, count = torch.where(hit, source, 0).sum(-1), hit.sum(-1).to(wide)
+            total, count = torch.where(matches, source, 0).sum(-1), matches.sum(-1).to(wide)
             reduced, joined = [_quotient(a, b, floating) for a, b in ((total, count.clamp(min=1)), (total + target, count + 1))]
-    new = joined if include_self else torch.where(hit.any(-1), reduced, target)
+    new = joined if include_self else torch.where(matches.any(-1), reduced, target)
     return new.to(x.dtype).movedim(-1, dim)
 
 

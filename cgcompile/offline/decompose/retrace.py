@@ -26,8 +26,8 @@ from .outputs import COPY, copy_back, with_strides
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retraced:
     """`graph` takes `tensors` (fake, on cuda, created by `mode`), whose kinds and names are `names`, and returns the outputs.  It
-    is functional, except for copies of new values at its end to the tensors that the program writes to: `written`, by position.
-    `program` is the graph that was traced."""
+    is functional, except that it copies new values at its end to the tensors at the positions `written`.  `program`: the graph that
+    was traced."""
 
     graph: torch.fx.GraphModule
     tensors: tuple[torch.Tensor, ...]
@@ -44,12 +44,12 @@ def retrace(
     *,
     writes: bool = False,
 ) -> Retraced:
-    """Retraces the program at the sizes of `tensors`, inside `fake_device`.  `layouts`: the strides of each output, None for any;
-    () for any strides of all.  `writes`: the program writes to buffers or inputs.  Raises inputs-unlike, state-shared,
+    """Retraces the program at the sizes of `tensors`, inside `fake_device`.  `layouts`: the strides that each output must have, or
+    None; () if none is fixed.  `writes`: the program writes to buffers or inputs.  Raises inputs-unlike, state-shared,
     constant-unknown, random-operation, operator-without-kernel."""
     source = program.graph_module
     if writes or any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
-        # new values of mutated tensors become outputs, and vmap's batch axes are removed; most other operations stay
+        # turns new values of mutated tensors into outputs, and removes vmap's batch axes; most other operations stay
         program = program.run_decompositions({})
     rows = argument_rows(program, tensors)
     changed = changed_outputs(program)
@@ -80,7 +80,7 @@ def retrace(
 
 
 DENSE = "dense"
-"""A layout: dense strides, in the memory order of the axes."""
+"""A layout: dense, with the axes in their memory order."""
 
 Layout = tuple[int, ...] | str | None
 """The strides that an output must have, DENSE, or None for any."""
@@ -95,10 +95,11 @@ def retrace_straight(
     layouts: Sequence[Layout],
     written: Sequence[int],
 ) -> tuple[Retraced, dict[int, Any]]:
-    """Retraces a straight part of a program with fake tensors and numbers.  Returns also the results that are numbers, by position.
+    """Retraces a straight part of a program (without branches and loops) with fake tensors and numbers.  Returns also the number
+    results, by position.
 
     `names`: kinds and names of the tensors among `arguments`.  `module` returns an output for each of `layouts`, then the new
-    values of the tensors at the positions `written`.  `source`: the program that it was cut from.  Raises the errors of `retrace`.
+    values of the tensors at the positions `written`.  `source`: the program with this part.  Raises the errors of `retrace`.
     """
     fakes = tuple([argument for argument in arguments if isinstance(argument, torch.Tensor)])
     numbers: dict[int, Any] = {}
@@ -124,7 +125,7 @@ def retrace_straight(
 
 
 def _check(traced: torch.fx.GraphModule) -> None:
-    """Raises an error if the graph has random numbers of torch's generator, control flow, or constant tensors."""
+    """Raises an error if the graph has random numbers of torch's generator, writes to inputs, control flow or constants."""
     random: list[str] = []
     constant_names: list[str] = []
     branches: list[str] = []

@@ -1,5 +1,5 @@
 """Implements sort, topk and kthvalue by operations that have a Triton kernel in Inductor.  Equal elements keep their order, which
-torch promises only for a stable sort.  NaN is the largest."""
+torch guarantees only for a stable sort.  NaN counts as the largest value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import ModelError
 
 SORTED, RANKED, SEARCHED = 512, 1 << 14, 16
-"""The most elements that Inductor sorts in one kernel and that are ranked by counting; the largest k that topk searches."""
+"""The maximum lengths that Inductor sorts in one kernel, and that `sort` ranks by counting.  The maximum k that `topk` searches."""
 
 
 def sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
@@ -42,12 +42,12 @@ def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[T
 
 
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """The k largest or smallest values, best first and equal ones in order, and their indices: by k searches, or by sorting."""
+    """The k largest or smallest values, best first, and their indices, by k searches or a sort.  Equal values keep their order."""
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
     rows = x.movedim(dim, -1)
     if k > SEARCHED:
-        values, indices = _best_of_pieces(rows, k, largest)
+        values, indices = _best_of_chunks(rows, k, largest)
         return values.movedim(-1, dim), indices.movedim(-1, dim)
     position = torch.arange(rows.shape[-1], device=x.device)
     remaining = torch.ones_like(rows, dtype=torch.bool)
@@ -71,20 +71,20 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
     return torch.cat(values, -1).movedim(-1, dim), torch.cat(indices, -1).movedim(-1, dim)
 
 
-def _best_of_pieces(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
-    """The k best of the last axis.  While the axis is long, it is replaced by the k best of each of its pieces.  Equal values keep
-    their order."""
+def _best_of_chunks(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
+    """The k best of the last axis.  A long axis is replaced by the k best of each of its chunks, until it is short.  Equal values
+    keep their order."""
     floating = rows.is_floating_point()
     limits = torch.finfo(rows.dtype) if floating else torch.iinfo(rows.dtype)
     worst = (-math.inf if floating else limits.min) if largest else (math.nan if floating else limits.max)
-    piece = max(SORTED, 1 << (4 * k - 1).bit_length())
+    chunk_size = max(SORTED, 1 << (4 * k - 1).bit_length())
     place: Tensor | None = None
-    while rows.shape[-1] > piece and piece <= RANKED:
-        count = -(-rows.shape[-1] // piece)
-        pad_shape = (*rows.shape[:-1], count * piece - rows.shape[-1])
-        pieces = torch.cat([rows, rows.new_full(pad_shape, worst)], -1).unflatten(-1, (count, piece))
-        values, indices = torch.sort(pieces, dim=-1, descending=largest, stable=True)
-        start = torch.arange(count, device=rows.device).unsqueeze(-1) * piece
+    while rows.shape[-1] > chunk_size and chunk_size <= RANKED:
+        count = -(-rows.shape[-1] // chunk_size)
+        pad_shape = (*rows.shape[:-1], count * chunk_size - rows.shape[-1])
+        chunks = torch.cat([rows, rows.new_full(pad_shape, worst)], -1).unflatten(-1, (count, chunk_size))
+        values, indices = torch.sort(chunks, dim=-1, descending=largest, stable=True)
+        start = torch.arange(count, device=rows.device).unsqueeze(-1) * chunk_size
         rows, positions = values[..., :k].flatten(-2), (indices[..., :k] + start).flatten(-2)
         place = positions if place is None else torch.cat([place, place.new_zeros(pad_shape)], -1).gather(-1, positions)
     values, indices = torch.sort(rows, dim=-1, descending=largest, stable=True)

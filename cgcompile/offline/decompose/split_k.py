@@ -38,7 +38,7 @@ def split_k(retraced: Retraced, arch: str, split_factor: SplitFactor) -> Retrace
 
 
 def _sum_of_parts(retraced: Retraced, node: Node, factor: int) -> Node:
-    """Adds nodes before `node` that compute the same result in parts.  Returns the last one."""
+    """Adds nodes before `node` that compute the same result in parts.  Returns the last of these nodes."""
     a, b = node.args[-2:]
     assert isinstance(a, Node) and isinstance(b, Node)
     (m, k), n, dtype = a.meta["val"].shape, b.meta["val"].shape[1], node.meta["val"].dtype

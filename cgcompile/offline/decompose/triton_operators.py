@@ -1,9 +1,9 @@
-"""User operators that launch Triton kernels (`torch.library.triton_op`).  They are replaced by their function, whose `wrap_triton`
-launches Inductor compiles.
+"""Replaces user operators that launch Triton kernels (`torch.library.triton_op`) by their functions.  Inductor compiles what these
+launch by `wrap_triton`.
 
 Private interfaces (torch 2.11, 2.13): `torch._library.triton.triton_ops_to_kernels`, `torch._library.custom_ops.OPDEFS`, and
-`_torch_dispatch_fns` of its entries.  `triton_op` stores the function that decomposes an operator there.  torch calls it when it
-functionalizes a graph in Python; here functions are functionalized in C++.
+`_torch_dispatch_fns` of its entries.  There, `triton_op` stores the function that decomposes an operator, which torch calls only
+when it functionalizes in Python.  `retrace` functionalizes in C++.
 """
 
 from __future__ import annotations

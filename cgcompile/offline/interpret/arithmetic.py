@@ -72,7 +72,7 @@ def _erf(item: Array) -> Array:
 
 
 class Arithmetic:
-    """`kernel`: its name in messages.  `widest`: the largest number of elements per instance of any value."""
+    """`kernel`: the kernel's name in messages.  `widest`: the largest number of elements per instance so far."""
 
     def __init__(self) -> None:
         self.kernel = ""
@@ -88,7 +88,7 @@ class Arithmetic:
         return BuildError("function-not-interpretable", f"{self.kernel}: the interpreter does not support {what}")
 
     def value(self, data: Array, dtype: Any) -> Handle:
-        """Returns a result in its type, rounded if it is kept in a wider type."""
+        """Returns a result of a dtype, rounded if its working type is wider."""
         if values.is_narrow(dtype):
             data = values.rounded(data, dtype)
         elif data.dtype != (working_type := values.working(dtype)):
@@ -141,7 +141,7 @@ class Arithmetic:
     create_sdiv = create_udiv = _binary(_divide)
 
     def create_add(self, left: Handle, right: Handle) -> Handle:
-        """Returns a `Sum` for integers if that is smaller."""
+        """Returns a `Sum` of integers if its terms are smaller than the block."""
         if left.dtype.is_int() and left.dtype.primitive_bitwidth > 1:
             shape = np.broadcast_shapes(shape_of(left), shape_of(right))
             if (total := summed((*terms_of(left), *terms_of(right)), shape, left.dtype)) is not None:
@@ -200,7 +200,7 @@ class Arithmetic:
         return self.value(a.data.astype(np.float64) * b.data + c.data, c.dtype)
 
     def create_dot(self, left: Handle, right: Handle, start: Handle, precision: Any, imprecise: int) -> Handle:
-        """Sums products in float32 (float64, int32 exactly) for every precision; TF32 is not emulated."""
+        """Sums products in float32 for every `precision` (float64 and 8-bit integers in float64)."""
         kind = np.float64 if left.dtype in (tl.float64, tl.int8, tl.uint8) else np.float32
         product = np.matmul(left.data.astype(kind, copy=False), right.data.astype(kind, copy=False))
         return self.value(product.astype(start.data.dtype, copy=False) + start.data, start.dtype)

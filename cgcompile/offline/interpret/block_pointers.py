@@ -16,8 +16,8 @@ from .values import Array, Handle
 
 @dataclass(frozen=True, slots=True)
 class BlockPointer:
-    """`base`: the tensor's address.  `shape`, `strides` (in elements), `offsets`: a scalar per axis.  `padding`: the value of
-    elements outside."""
+    """`base`: the tensor's address.  `shape`, `strides` (in elements), `offsets`: a scalar per axis.  `padding`: Triton's option
+    for elements outside."""
 
     base: Handle
     shape: tuple[Handle, ...]
@@ -35,17 +35,17 @@ class BlockPointer:
         return dataclasses.replace(self, offsets=tuple(offsets))
 
     def elements(self, checked: Iterable[int]) -> tuple[Handle, Handle | None]:
-        """Returns the address of every element, and a mask of those inside the tensor along the axes `checked`, None for no
+        """Returns the address of every element, and a mask of elements inside the tensor along the axes `checked`, None without
         axes."""
         rank = len(self.block)
         size = self.base.dtype.element_ty.primitive_bitwidth // 8
         places = self.base.data.reshape(-1, *(1,) * rank)
         inside: Array = np.ones((1,) * (rank + 1), bool)
         for axis in range(rank):
-            along = [1] * rank
-            along[axis] = self.block[axis]
+            axis_shape = [1] * rank
+            axis_shape[axis] = self.block[axis]
             start: Array = self.offsets[axis].data.astype(np.int64).reshape(-1, *(1,) * rank)
-            index = start + np.arange(self.block[axis]).reshape(1, *along)
+            index = start + np.arange(self.block[axis]).reshape(1, *axis_shape)
             places = places + size * index * self.strides[axis].data.reshape(-1, *(1,) * rank)
             if axis in checked:
                 inside = inside & (index >= 0) & (index < self.shape[axis].data.reshape(-1, *(1,) * rank))
@@ -53,7 +53,7 @@ class BlockPointer:
         return Handle(places, self.base.dtype), mask
 
     def filling(self, padding: Any) -> Handle | None:
-        """The value of elements outside the tensor: zero, NaN, or None if a kernel may not use them."""
+        """The value of elements outside the tensor: zero, NaN, or None if a kernel must not use them."""
         if padding is None:
             return None
         dtype = self.base.dtype.element_ty

@@ -1,5 +1,5 @@
-"""The builder that Triton's front end calls.  Every method computes for all instances of a batch at once.  Methods have the names
-and arguments of `triton._C.libtriton.ir.builder`, Triton 3.6 and 3.7; a missing one raises an error with its name."""
+"""The builder that Triton's front end calls.  Methods compute for all program instances of a batch at once.  They have the names
+and arguments of `triton._C.libtriton.ir.builder`, Triton 3.6 and 3.7.  A missing method raises an error with its name."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .values import Array, Handle
 
 
 class Builder(Arithmetic):
-    """`instances`: the program ids of the batch, an int32 array per axis.  `grid`: that of the whole launch.  `options`: the
-    backend options of the front end.  `iterations`: the iterations of `while` loops so far."""
+    """`instances`: the program ids of the batch, an int32 array per axis.  `grid`: the grid of the launch.  `options`: the backend
+    options of the front end.  `iterations`: the number of iterations of `while` loops so far."""
 
     def __init__(self, memory: Memory, options: Any) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Builder(Arithmetic):
         self, pointer: Handle, items: tuple[Handle, ...], mask: Array, combine: Callable[[Array, list[Array]], Array]
     ) -> Handle:
         dtype = items[0].dtype
-        shape = (len(self.instances[0]), *pointer.data.shape[1:])  # once per instance, even if all have the same operands
+        shape = (len(self.instances[0]), *pointer.data.shape[1:])  # once per instance, even if operands are equal
 
         def stored(old: Array, new: tuple[Array, ...]) -> Array:
             wide = [values.to_working(array, dtype) for array in (old, *new)]

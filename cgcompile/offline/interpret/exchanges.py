@@ -1,7 +1,7 @@
 """Collectives between ranks that are interpreted in one process.  A rank is a generator that stops at every collective.
 
-The collective kernels' text is not run here (`tests/pure/targets/test_collectives.py` tests it).  Their parameters are read from
-the parameter block; the result is computed as in the kernels, in float32 and in the order of the ranks.
+The code of the collective kernels does not run here (`tests/pure/targets/test_collectives.py` tests it).  Parameters are read from
+the parameter block.  Sums are computed as in the kernels: in float32, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .values import Array
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The data that a rank sends to each rank, itself included."""
+    """The data that a rank sends to every rank, also to itself."""
 
     transfer: Transfer
     parts: tuple[bytes, ...]
@@ -32,11 +32,11 @@ class Sent:
 Result = TypeVar("Result")
 
 Steps = Generator[Sent, Sequence[bytes], Result]
-"""The generator of a rank: yields the data that it sends at each collective, and receives the data of every rank."""
+"""The generator of a rank: yields the data that it sends at a collective, and receives the data of every rank."""
 
 
 def exchange(memory: Memory, sent: Transfer, node: KernelNode) -> Steps[None]:
-    """Runs the collective of a launch: see `exchange_node`."""
+    """Runs a collective.  `node`: its launch, built by `exchange_node`."""
     source, target, *parts = [relocation.target for relocation in node.relocations]
     step = sent.size if sent.scattered else 0
     received = yield Sent(
@@ -51,7 +51,7 @@ def exchange(memory: Memory, sent: Transfer, node: KernelNode) -> Steps[None]:
 
 
 def run_ranks(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
-    """Runs all ranks to their ends.  Raises collectives-unlike if the ranks do not reach equal collectives."""
+    """Runs all ranks and returns their results.  Raises collectives-unlike if the ranks do not reach equal collectives."""
     ended: dict[int, Result] = {}
     received: list[Sequence[bytes] | None] = [None] * len(ranks)
     while True:
@@ -72,7 +72,8 @@ def run_ranks(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
 
 
 def _summed(combine: str, received: Sequence[bytes]) -> Array:
-    """The sum of numbers of a dtype, rounded to nearest at the end.  It starts with the first rank's numbers, so that -0 stays."""
+    """The sum over the ranks, rounded at the end to the dtype `combine`.  It does not start with zero, so that a sum of -0 stays
+    -0."""
     with np.errstate(all="ignore"):
         total, *others = [_numbers(combine, part) for part in received]
         for other in others:

@@ -1,4 +1,4 @@
-"""Changes Triton's front end to run kernels as Python with the builder here.  For a separate process, because nothing is restored.
+"""Changes Triton's front end to run kernels as Python with `builder.Builder`.  Nothing is restored, so use a separate process.
 Private interfaces, Triton 3.6 and 3.7: `triton.runtime.interpreter` (`_patch_lang`, `interpreter_builder`, `interpreter_semantic`,
 `InterpreterOptions`, `InterpretedFunction.rewrite` and `.__call__`), `triton.language.core.tensor`, `triton.language.standard` by
 name, and that `triton.jit` returns an `InterpretedFunction` if TRITON_INTERPRET=1 is set at import."""
@@ -31,7 +31,7 @@ PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
 """The precisions that tl.dot accepts, as in triton.backends.nvidia."""
 
 MAX_ITERATIONS = 1 << 16
-"""The most iterations of a kernel's `while` loops.  A loop that waits for an instance of another batch would never end."""
+"""The maximum number of iterations of a kernel's `while` loops.  A loop that waits for an instance of another batch never ends."""
 
 _CONTROL_FLOW = "_control_flow"
 """The name of `ControlFlow` in rewritten functions."""
@@ -46,7 +46,8 @@ class Diverged(Exception):
 
 
 class ControlFlow:
-    """Functions that rewritten kernels call if Python needs a tensor's truth.  They follow triton.compiler.code_generator."""
+    """Functions that rewritten kernels call where Python needs the truth value of a tensor.  They work as in
+    triton.compiler.code_generator."""
 
     def __init__(self, builder: Builder, semantic: Any) -> None:
         self.builder = builder
@@ -57,18 +58,18 @@ class ControlFlow:
         return self.semantic.to_tensor(value, False)
 
     def truth(self, value: Any) -> bool:
-        """The value of a condition.  Raises Diverged."""
+        """The truth value of a condition.  Raises Diverged."""
         return bool(self.number(value)) if isinstance(value, tl.tensor) else bool(value)
 
     def again(self, value: Any) -> bool:
-        """The condition of a `while` loop.  Raises Diverged, and function-not-interpretable for a loop that does not end."""
+        """The truth value of a `while` loop's condition.  Raises Diverged, and function-not-interpretable for an endless loop."""
         self.builder.iterations += 1
         if self.builder.iterations > MAX_ITERATIONS:
             raise self.builder.refusal(f"a loop of more than {MAX_ITERATIONS} turns: it may wait for another program instance")
         return self.truth(value)
 
     def number(self, value: Any) -> Any:
-        """The value of a scalar tensor that is equal in all instances.  Raises Diverged."""
+        """The value of a scalar tensor, equal in all instances.  Raises Diverged."""
         data = value.handle.data
         if data.size != len(data):
             raise self.builder.refusal("a branch or a bound that is a block")
@@ -81,11 +82,11 @@ class ControlFlow:
         return self.semantic.not_(value) if isinstance(value, tl.tensor) else not value
 
     def conjunction(self, *parts: Callable[[], Any]) -> Any:
-        """`a and b`: a constant may end the evaluation early; all tensors are evaluated."""
+        """`a and b`.  A false constant ends the evaluation, a tensor does not."""
         return self._fold(parts, False, self.semantic.logical_and)
 
     def disjunction(self, *parts: Callable[[], Any]) -> Any:
-        """`a or b`, evaluated like `conjunction`."""
+        """`a or b`.  A true constant ends the evaluation."""
         return self._fold(parts, True, self.semantic.logical_or)
 
     def _fold(self, parts: tuple[Callable[[], Any], ...], stop_value: bool, join: Callable[[Any, Any], Any]) -> Any:
@@ -146,16 +147,16 @@ def rewritten(function: Callable[..., Any], control_flow: ControlFlow) -> Callab
     code = compile(ast.fix_missing_locations(_Rewriter().visit(tree)), f"<{function.__qualname__} rewritten>", "exec")
     names = function.__globals__
     names[_CONTROL_FLOW] = control_flow
-    names.setdefault("min", _either(builtins.min, "minimum"))
-    names.setdefault("max", _either(builtins.max, "maximum"))
+    names.setdefault("min", _min_or_max(builtins.min, "minimum"))
+    names.setdefault("max", _min_or_max(builtins.max, "maximum"))
     local: dict[str, Any] = {}
     exec(code, names, local)
     result: Callable[..., Any] = local[function.__name__]
     return result
 
 
-def _either(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Python's min or max, with tensors as in Triton's compiler: tl.minimum or tl.maximum."""
+def _min_or_max(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Python's min or max (`plain`), which calls the function `name` of `tl` for tensors, as Triton's compiler does."""
 
     def smaller_or_larger(*items: Any) -> Any:
         if any(isinstance(item, tl.tensor) for item in items):
@@ -205,7 +206,7 @@ def install(memory: Memory) -> tuple[Builder, ControlFlow]:
         module.reduce = over_tuples(reductions.reduce, "keep_dims")
         module.associative_scan = over_tuples(reductions.scan, "reverse")
         module.static_print = lambda *args, **kwargs: None
-    tl.tensor.__bool__ = lambda self: True  # Triton's own code tests `if mask` to see if a mask exists
+    tl.tensor.__bool__ = lambda self: True  # Triton's code tests `if mask` for a mask that may be None
     tl.tensor.__index__ = lambda self: int(control_flow.number(self))
     tl.tensor.T = property(
         lambda self: semantic.permute(self, (*range(len(self.shape) - 2), len(self.shape) - 1, len(self.shape) - 2))
@@ -225,7 +226,7 @@ def function_of(source: str, name: str, control_flow: ControlFlow) -> Callable[.
 
 
 def argument(number: float, kind: str) -> Any:
-    """A parameter's value, equal for all instances: an address for "*bf16", a number for "i32"."""
+    """A parameter, equal for all instances.  `number`: an address if `kind` is a pointer such as "*bf16"."""
     dtype = tl.str_to_ty(kind, None)
     return tl.tensor(Handle(np.array([number]).astype(working(dtype)), dtype), dtype)
 
@@ -235,7 +236,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sees_all_of_triton() -> tuple[Any, Any]:
-    """`_patch_lang` patches the Triton modules in a function's globals; this one has `tl` and `_core`."""
+    """`_patch_lang` patches the Triton modules in a function's globals, here `tl` and `_core`."""
     return tl, _core
 
 

@@ -1,8 +1,8 @@
-"""The self-test without a GPU: runs the rows of recordings on the CPU over poisoned memory, kernels in Triton's interpreter.
+"""The self-test without a GPU: runs recordings on the CPU, in memory filled with poison, and kernels in Triton's interpreter.
 
-It runs the grids, parameter blocks and relocations of the bundle (decoded by `assemble.block_reader`) over its arena plan.  Values
-are copied to and from the host as in the program.  It does not test whether ptxas compiled the kernels correctly.  Each int_key has
-its own process.  Imports neither torch nor Triton.
+It uses the bundle's grids, parameter blocks and relocations (decoded by `assemble.block_reader`), arena plan, and copies to and
+from the host.  It does not test whether ptxas compiled the kernels correctly.  Each int_key has a separate process.  Imports
+neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ QUIET = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""One thread per process, because threads that wait for each other made a busy machine ten times slower.  malloc keeps freed
-memory, because page faults took a third of the time."""
+"""Environment: one thread per process, because threads that wait for each other made a busy machine ten times slower.  malloc keeps
+freed memory, because page faults took a third of the time."""
 
 TEMPLATE_LINES = 20
-"""The number of lines in the loop of a matrix product's kernel."""
+"""Estimated lines in the loop of a matrix product's kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A recording (or None), tensors that are written before it, row-major, and tensors that are read after it."""
+    """A recording, or None.  `inputs`: tensors that are written before it, row-major.  `read`: tensors that are read after it."""
 
     inputs: tuple[tuple[Value, bytes], ...] = field(repr=False)
     recording: Recording | None
@@ -53,8 +53,8 @@ WeightFiles = tuple[tuple[Path, tuple[Weight, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One int_key to run, stage by stage over the same memory.  `variants`: the variant of each (image's sha256, symbol).  `sizes`:
-    (name, bytes) of each memory.  `others`: for a model over several devices, the tasks of the ranks after this one."""
+    """One int_key to run.  All stages use the same memory.  `variants`: ((sha256 of the image, symbol), variant) for each kernel.
+    `sizes`: (name, bytes) of each memory.  `others`: for a model over several devices, the tasks of the ranks after this one."""
 
     key: IntKey
     stages: tuple[Stage, ...]
@@ -70,7 +70,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The contents that were read, stage after stage, row-major.  `seconds`: the run time without the start of the process.
+    """`read`: the row-major contents that the stages read, in order.  `seconds`: the run time without the start of the process.
     `others`: the outcomes of the ranks after this one."""
 
     key: IntKey
@@ -80,10 +80,10 @@ class Outcome:
 
 
 def estimate(task: Task) -> float:
-    """Estimates a key's work, to compare keys of a program: elements of blocks times lines of the kernel, over all instances."""
+    """Estimates the work of a key, to compare keys: elements of a block times lines of the kernel, for all instances."""
     variants = dict(task.variants)
     total = 0.0
-    nodes = [(recording, node) for recording in task.recordings for node in recording.nodes]  # other ranks have as much
+    nodes = [(recording, node) for recording in task.recordings for node in recording.nodes]  # other ranks have equal work
     for owner, node in nodes:
         match node:
             case KernelNode() if (fill := memset_of(owner.functions[node.function], node)) is not None:
@@ -91,7 +91,7 @@ def estimate(task: Task) -> float:
             case KernelNode():
                 function = owner.functions[node.function]
                 variant = variants.get((function.image, function.symbol))
-                total += math.prod(node.grid) * (_work(variant, function, node) if variant else 1)
+                total += math.prod(node.grid) * (_instance_work(variant, function, node) if variant else 1)
             case MemsetNode():
                 total += node.width * node.height
             case MemcpyNode():
@@ -108,8 +108,8 @@ def interpret(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Outcome, ...]:
-    """Runs the recordings that are not in `cache`; outcomes have the order of `tasks`.  The smallest and the largest task run
-    first, then the others by size.  After `budget` seconds, tasks are stopped and have no Outcome; the smallest always ends.
+    """Runs the tasks whose outcomes are not in `cache`; returns outcomes in the order of `tasks`.  The smallest and the largest
+    task run first, then the others by size.  After `budget` seconds, all tasks except the smallest are stopped, without an Outcome.
     `workers`: the number of processes (default: one per processor).  `folder`: for logs.  Raises order-broken, parameter-mismatch,
     function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
     for recording in [recording for task in tasks for subtask in (task, *task.others) for recording in subtask.recordings]:
@@ -167,8 +167,8 @@ def _interpret(
         yield outcome
 
 
-def _work(variant: KernelVariant, function: Function, node: KernelNode) -> float:
-    """Elements times lines of one program instance, as far as Inductor's names for sizes show it."""
+def _instance_work(variant: KernelVariant, function: Function, node: KernelNode) -> float:
+    """Elements times lines of one instance, by Inductor's names for sizes, such as XBLOCK."""
     sizes = {name: int(number) for name, number in _CONSTANT.findall(variant.source)}
     sizes |= {name: value for name, value in variant.constants if type(value) is int}
     sizes |= {name: value for name, value in arguments(variant, function, node).items() if type(value) is int}

@@ -13,7 +13,7 @@ from .front_end import Diverged
 from .values import Array
 
 ELEMENTS = 1 << 20
-"""The most elements of a batch's widest value.  Larger batches exceed the CPU caches and are no faster."""
+"""The maximum number of elements of a batch's widest value.  Larger batches exceed the CPU caches and are no faster."""
 
 
 def launch(
@@ -24,10 +24,10 @@ def launch(
     kernel: str,
     widest: int = 0,
 ) -> int:
-    """Runs every instance of `grid`; `kernel` is its name in messages.  Returns the number of elements of an instance's widest
-    value.  Pass it as `widest` to the function's next launch; otherwise the first instance runs alone to find it.  A batch whose
-    instances take different branches is undone and run again in groups.  Raises function-not-interpretable, access-outside,
-    kernel-asserted, kernel-unreadable."""
+    """Runs every instance of `grid`.  `kernel`: the kernel's name in messages.  Returns the number of elements of an instance's
+    widest value.  Pass it as `widest` to the function's next launch; otherwise the first instance runs alone to find it.  If
+    instances of a batch take different branches, the batch is undone and run again in groups.  Raises function-not-interpretable,
+    access-outside, kernel-asserted, kernel-unreadable."""
     builder.kernel = builder.memory.where = kernel
     builder.grid = grid
     builder.widest = max(1, widest)

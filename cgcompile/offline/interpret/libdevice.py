@@ -23,7 +23,7 @@ Function = Callable[..., Array]
 
 
 def _torch(name: str) -> Function:
-    """torch's function of that name.  torch is imported when a kernel calls the function."""
+    """torch's function of that name. torch is imported when a kernel calls it."""
 
     def apply(*items: Array) -> Array:
         import torch
@@ -35,7 +35,7 @@ def _torch(name: str) -> Function:
 
 
 def _double(name: str) -> Function:
-    """For functions whose float32 results in torch are not accurate enough."""
+    """torch's function in float64; its float32 results are not accurate enough."""
     function = _torch(name)
     return lambda *items: function(*(item.astype(np.float64) for item in items))
 
@@ -69,7 +69,7 @@ FLOATS: dict[str, Function] = {
     "j0": _double("special.bessel_j0"), "j1": _double("special.bessel_j1"),
     "y0": _double("special.bessel_y0"), "y1": _double("special.bessel_y1"),
 }  # fmt: skip
-"""Functions from floats to the same float type; computed in float64 where accuracy needs it, and rounded."""
+"""Functions from floats to the same float type.  Some compute in float64, because float32 is not accurate enough."""
 
 
 OTHERS: dict[str, tuple[Any, Function]] = {
@@ -89,8 +89,6 @@ INTEGERS: dict[str, Function] = {"abs": np.abs, "max": np.maximum, "min": np.min
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The results of an assembly statement."""
-
     results: tuple[Handle, ...]
 
     def get_result(self, position: int) -> Handle:
@@ -102,10 +100,10 @@ ASSEMBLY: dict[str, Function] = {
     "fma.rn.f32 $0, $1, $2, $3;": FLOATS["fma"],
     "rcp.approx.ftz.f32 $0, $1;": np.reciprocal,
 }
-"""Inline assembly for one element at a time, which Inductor emits for atan."""
+"""Inline assembly that Inductor emits for atan.  Each statement computes one element."""
 
 ORDERING = ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;", "{ .reg .pred first; ")
-"""Assembly that only orders kernels, which run one after the other here, or prefetches memory."""
+"""Assembly without effect here, because it only orders kernels or prefetches memory."""
 
 
 def install(builder: Builder, semantic: Any) -> None:

@@ -1,5 +1,5 @@
 """The memories of a bundle in one buffer, filled with poison; every access is checked.  Addresses are positions in that buffer.
-Gaps before and after each memory make address 0 and accesses just outside a memory errors."""
+Because of gaps before and after each memory, accesses to address 0 or just outside a memory are errors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .sums import Sum, lines
 from .values import Array
 
 GAP, ALIGNMENT = 4096, 256
-"""Bytes before and between memories; the driver's alignment of an allocation."""
+"""The minimum bytes before and between memories, and the driver's alignment of an allocation."""
 
 POISON = 0xFF
-"""The value of every byte that was not written: NaN in all float types, -1 in integers."""
+"""The value of every byte that was not written.  It is NaN in all float types, -1 in integers."""
 
 ROUNDS = 64
-"""How often an address may occur in an atomic operation before its elements are processed one by one."""
+"""If an address occurs more often in an atomic operation, elements are processed one by one."""
 
 Journal = list[tuple[Array, Array, Array]]
 
@@ -81,7 +81,7 @@ class Memory:
 
     def load_lines(self, pointers: Sum, dtype: np.dtype[np.generic]) -> Array | None:
         """Loads elements that are contiguous along an axis, line by line.  Returns None if they are not, or may be outside a
-        memory; `load` then reports the error."""
+        memory; then use `load`."""
         layout, (low, high) = lines(pointers, dtype.itemsize), pointers.bounds()
         region = bisect_right(self._starts, low) - 1
         if layout is None or region < 0 or high + dtype.itemsize > self._ends[region]:
@@ -89,8 +89,8 @@ class Memory:
         axis, begins, count = layout
         width = count * dtype.itemsize
         windows = np.ndarray((len(self.buffer) // dtype.itemsize - count + 1,), f"V{width}", self.buffer, 0, (dtype.itemsize,))
-        at = (begins >> (dtype.itemsize.bit_length() - 1)).reshape(-1)
-        copied = windows[at].view(dtype).reshape(*begins.shape[:axis], *begins.shape[axis + 1 :], count)
+        line_indices = (begins >> (dtype.itemsize.bit_length() - 1)).reshape(-1)
+        copied = windows[line_indices].view(dtype).reshape(*begins.shape[:axis], *begins.shape[axis + 1 :], count)
         ordered = np.ascontiguousarray(np.moveaxis(copied, -1, axis))  # faster in products, with the same rounding as `load`
         return np.broadcast_to(ordered, pointers.shape)
 
@@ -113,8 +113,8 @@ class Memory:
         dtype: np.dtype[np.generic],
         combine: Callable[[Array, tuple[Array, ...]], Array],
     ) -> Array:
-        """Computes new = combine(old, operands) for every element of `pointers` (all of one shape, instances first), in order.
-        Returns the old values, poison where `mask` is false.  Values are in their stored type."""
+        """Writes combine(old, operands) for every element of `pointers`, in order; all have one shape, instances first.  Returns
+        the old values, poison where `mask` is false.  Values have their stored type."""
         result = np.full((*pointers.shape, dtype.itemsize), POISON, np.uint8).view(dtype)[..., 0]
         active = pointers[mask]
         if not active.size:
@@ -131,7 +131,7 @@ class Memory:
         return result
 
     def undo(self) -> None:
-        """Restores the values in the journal, last first, and empties it."""
+        """Restores the values in the journal, last ones first, and empties it."""
         for view, places, old in reversed(self.journal or []):
             view[places] = old
         self.journal = [] if self.journal is not None else None
@@ -161,7 +161,7 @@ class Memory:
 
 
 def _rounds(places: Array) -> list[Array]:
-    """Splits the positions of `places` into rounds: no place occurs twice in a round, and each place's rounds are in order."""
+    """Splits the indices of `places` into rounds.  No place occurs twice in a round, and equal places keep their order."""
     order = np.argsort(places, kind="stable")
     ordered = places[order]
     first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))

@@ -1,4 +1,4 @@
-"""tl.reduce and tl.associative_scan: apply the combine function to whole blocks in logarithmically many steps.  It need not be
+"""tl.reduce and tl.associative_scan: apply the combine function to entire blocks, in log2(length) steps.  The function need not be
 commutative, so neighbours are combined in order.  A GPU combines in another order and rounds differently."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WHOLE: dict[str, Callable[..., Array]] = {
 
 
 def reduce(builder: Builder, inputs: tuple[Any, ...], axis: int | None, combine: Any, keep: bool) -> tuple[Any, ...]:
-    """Reduces `inputs`, tensors of one shape.  Without `axis`, combines all elements.  `keep`: keeps reduced axes with length 1."""
+    """Reduces `inputs`, tensors of one shape.  Without `axis`, combines all elements.  `keep`: reduced axes stay, with length 1."""
     shape = [int(size) for size in inputs[0].type.get_block_shapes()]
     data = [item.handle.data for item in inputs]
     dtypes = [item.dtype for item in inputs]

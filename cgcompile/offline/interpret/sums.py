@@ -13,12 +13,12 @@ import numpy as np
 from .values import Array, Handle
 
 WORTH = 4
-"""The least ratio of a block's elements to its terms' elements; below it the block is computed at once."""
+"""The minimum ratio of a block's elements to the elements of its terms.  Below it, the block is computed at once."""
 
 
 class Sum(Handle):
-    """A handle whose elements are the sum of `terms`, which broadcast to `shape`; integers wrap.  No term's shape includes
-    another's."""
+    """A handle whose elements are the sum of `terms`, broadcast to `shape`; integers wrap.  No term broadcasts to another's
+    shape."""
 
     __slots__ = ("shape", "terms")
 
@@ -42,7 +42,7 @@ class Sum(Handle):
         return sum(int(term.min()) for term in self.terms), sum(int(term.max()) for term in self.terms)
 
     def scaled(self, size: int) -> tuple[Array, ...] | None:
-        """The terms times `size`, as int64; None if an element may wrap, because the scaled terms would then be wrong."""
+        """The terms times `size`, as int64, or None if an element may wrap, because the scaled terms would then be wrong."""
         low, high = self.bounds()
         limits = np.iinfo(self.terms[0].dtype)
         if low < limits.min or high > limits.max:
@@ -51,7 +51,7 @@ class Sum(Handle):
 
 
 def compact(data: Array) -> Array:
-    """The array without repetition by broadcasting: such axes have length 1."""
+    """The array with length 1 along axes that only repeat elements."""
     if 0 not in data.strides:
         return data
     return data[tuple([slice(0, 1) if not stride else slice(None) for stride in data.strides])]
@@ -68,11 +68,11 @@ def shape_of(item: Handle) -> tuple[int, ...]:
 
 
 def summed(terms: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> Sum | None:
-    """The sum of arrays of one dtype, or None if computing it at once is as good."""
+    """The sum of arrays of one dtype, or None if it is not worth it (`WORTH`)."""
     merged: list[Array] = []
     for term in sorted(terms, key=np.size, reverse=True):
         including = [place for place, other in enumerate(merged) if _includes(other.shape, term.shape)]
-        if including:  # the smallest
+        if including:  # the last one is the smallest
             merged[including[-1]] = merged[including[-1]] + term
         else:
             merged.append(term)

@@ -1,6 +1,6 @@
-"""Represents a kernel's tensors as NumPy arrays and converts between dtypes, with torch where NumPy lacks them.  bfloat16 and 8-bit
-floats are float32, rounded after every operation ("working" type); in memory they have the GPU's bits ("stored" type).  torch is
-imported only when needed, because the import takes seconds and most kernels do not need it."""
+"""Represents a kernel's tensors as NumPy arrays, and converts between dtypes, with torch where NumPy lacks them. bfloat16 and 8-bit
+floats are computed as float32 (the "working" type) and rounded after every operation.  In memory they have the GPU's bits (the
+"stored" type).  torch is imported only when needed, because the import takes seconds."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NARROW: dict[str, tuple[str, Any, float]] = {
     "fp8e4nv": ("float8_e4m3fn", np.uint8, 448.0),
     "fp8e5": ("float8_e5m2", np.uint8, 57344.0),
 }
-"""Floats that are kept as float32: the name of torch's type, the stored type, and the largest value if a conversion saturates (PTX
+"""Floats computed as float32: the name of torch's dtype, the stored type, and the largest value if a conversion saturates (PTX
 cvt.satfinite)."""
 
 
 class Handle:
-    """The data of a `tl.tensor`.  `data`: instances of the batch (1: equal for all), then the block's axes; a scalar has none.
-    `dtype`: Triton's scalar type; addresses are int64.  `sums.Sum` computes its data on demand."""
+    """The data of a `tl.tensor`.  Axes of `data`: the instances of the batch (1 if equal for all), then those of the block; a
+    scalar has none.  `dtype`: Triton's scalar type; addresses are int64.  `sums.Sum` computes its data on demand."""
 
     __slots__ = ("_data", "dtype")
 
@@ -49,7 +49,7 @@ class Handle:
 
 
 def working(dtype: Any) -> Any:
-    """The NumPy type of arrays of a Triton scalar type.  Raises TypeError for types that no NVIDIA kernel here uses."""
+    """The working type of a Triton scalar type.  Raises TypeError for unsupported types."""
     if dtype.is_ptr():
         return np.dtype(np.int64)
     if dtype.name not in _WORKING:
@@ -58,17 +58,17 @@ def working(dtype: Any) -> Any:
 
 
 def stored(dtype: Any) -> Any:
-    """The NumPy type of the bits in memory."""
+    """The stored type of a Triton scalar type."""
     return np.dtype(_NARROW[dtype.name][1]) if dtype.name in _NARROW else working(dtype)
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Whether values are kept as float32 and rounded."""
+    """Whether values are represented as float32 and rounded."""
     return dtype.name in _NARROW
 
 
 def to_stored(data: Array, dtype: Any) -> Array:
-    """The bits of values, which must be representable."""
+    """Converts to the stored type, which must represent the values exactly."""
     if dtype.name not in _NARROW:
         return data
     if dtype.name == "bf16":
@@ -79,7 +79,7 @@ def to_stored(data: Array, dtype: Any) -> Array:
 
 
 def to_working(data: Array, dtype: Any) -> Array:
-    """The values of stored bits."""
+    """Converts stored values to the working type."""
     if dtype.name not in _NARROW:
         return data
     if dtype.name == "bf16":
@@ -88,7 +88,7 @@ def to_working(data: Array, dtype: Any) -> Array:
 
 
 def rounded(data: Array, dtype: Any) -> Array:
-    """Rounds floats, as float32, to the nearest value of a narrow type; 8-bit floats saturate."""
+    """Rounds float32 values to the nearest value of a type in `_NARROW`; 8-bit floats saturate."""
     largest = _NARROW[dtype.name][2]
     data = data.astype(np.float32, copy=False)
     if dtype.name == "bf16":  # ties to even; torch takes several times as long
@@ -100,7 +100,7 @@ def rounded(data: Array, dtype: Any) -> Array:
 
 
 def convert(data: Array, source: Any, target: Any) -> Array:
-    """Converts values to another scalar type: to nearest among floats, towards zero from floats to integers."""
+    """Converts values to another scalar type.  Rounds to nearest, or towards zero if the target is an integer type."""
     if target.name in _NARROW:
         return rounded(data, target)
     return data.astype(working(target))
@@ -117,7 +117,7 @@ def bits_as(data: Array, source: Any, target: Any) -> Array:
 
 
 def tensor_of(data: Array) -> torch.Tensor:
-    """A torch tensor with an array's values.  It may share memory: read only."""
+    """A torch tensor with an array's values.  It may share the memory, so do not write to it."""
     import torch
 
     return torch.from_numpy(data if data.flags.writeable else data.copy())

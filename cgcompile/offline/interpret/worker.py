@@ -35,8 +35,7 @@ MAX_ITERATIONS = 1 << 20
 
 
 def execute(task: Task) -> Outcome:
-    """Runs all rows of all stages in order, with all ranks in parallel.  Call it once per process, because it replaces parts of
-    Triton."""
+    """Runs all stages in order, for all ranks together.  Call it once per process, because it replaces parts of Triton."""
     ranks = (task, *task.others)
     memories = []
     for rank in ranks:
@@ -113,9 +112,8 @@ def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> Steps[None]
 
 
 class _Kernels:
-    """Launches the kernels of one rank, and executes the source of each kernel only once.  `widest`: for each kernel, the number of
-    elements of its widest value, as its last `launch` returned it.  `builder`: runs the kernels; its memory is set before each
-    launch."""
+    """Launches the kernels of one rank, and executes the source of each kernel only once.  `widest`: for each kernel, the result of
+    its last `launch`.  `builder`: all ranks share it, so its memory is set before each launch."""
 
     def __init__(self, memory: Memory, task: Task, builder: Builder, control_flow: front_end.ControlFlow) -> None:
         self.memory = memory
@@ -146,7 +144,7 @@ class _Kernels:
 
 
 def _fill(memory: Memory, task: Task) -> None:
-    """Loads the weights and the initial state, but not weights that only the host reads.  All other memory keeps its poison."""
+    """Loads the weights and the initial state, but not weights that only the host reads.  All other memory keeps the poison."""
     for path, placed in task.weights:
         for row in [row for row in placed if row.zeros]:
             memory.span(MEMORIES.index(row.memory), row.offset, span(row), "writes")[...] = 0
@@ -161,7 +159,7 @@ def _fill(memory: Memory, task: Task) -> None:
 
 
 def _view(memory: Memory, value: Value, verb: str) -> Array:
-    """The elements of a tensor in memory, as opaque items of the size of its dtype."""
+    """A view of a tensor in memory, with untyped elements of its dtype's size."""
     item = DTYPES[value.dtype]
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
     nbytes = (last + 1) * item if all(value.shape) else 0

@@ -1,8 +1,10 @@
 """Assigns each operation of a model that is split by layers to a device.
 
 A *layer* is an element of a list of modules (nn.ModuleList, nn.Sequential).  Layers go to the devices in order, and each device
-gets about the same bytes of weights.  Operations outside the layers go to the device of their arguments.  An operation is
-*free* if it reads only inputs, only weights, or small weights outside the layers: every device that uses its result computes it.
+gets about the same bytes of weights.  Other operations go to the last device that computes one of their arguments.
+
+An operation is *free* if every device that uses its result computes it.  It depends only on inputs, only on weights, or on at most
+`SMALL` bytes of weights outside the layers.
 
 Every assignment gives the same results (`share.py`).  This one sends data once from each device to the next.
 """
@@ -22,7 +24,7 @@ from ...errors import BuildError
 from ...export.weights import weight_placeholders, weight_tensors
 
 SMALL = 1 << 20
-"""Maximum bytes of weights of an operation that every device computes itself instead of receiving its result."""
+"""The maximum bytes of weights of a free operation that also depends on inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,7 @@ def layer_of(node: Node) -> str:
 
 
 def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], state: Sequence[str]) -> dict[str, int]:
-    """The device of every buffer that a layer reads: that of its first such layer.  Operations outside the layers do not count,
+    """The device of every buffer that a layer reads: that of the first such layer.  Operations outside the layers do not count,
     such as those of an entry that resets caches."""
     owners: dict[str, int] = {}
     for program in programs:
@@ -68,7 +70,7 @@ def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], stat
 
 def _layer_ranks(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
     """The device of every layer, for the list of layers that has the most weights."""
-    used: list[tuple[str, dict[str, int]]] = []  # of every operation: its layer, and bytes of each weight that it reads
+    used: list[tuple[str, dict[str, int]]] = []  # for each operation: its layer, and the bytes of its weights
     for program in programs:
         names, tensors = weight_placeholders(program), weight_tensors(program)
         for node in program.graph.nodes:
@@ -98,7 +100,7 @@ def _layer_ranks(programs: Sequence[ExportedProgram], world: int) -> dict[str, i
     total, offset = before + outside + sum(layers.values()) + after, before + outside
     for index, (path, size) in enumerate(layers.items()):
         middle = min(int((offset + size / 2) * world / max(1, total)), world - 1)
-        lowest = world - (len(layers) - index)  # from a lower rank, the remaining layers would not reach every later device
+        lowest = world - (len(layers) - index)  # a lower rank would leave fewer layers than devices
         previous = ranks[next(reversed(ranks))] if ranks else 0
         ranks[path] = min(max(middle, lowest, previous), previous + 1 if ranks else 0)
         offset += size
@@ -106,8 +108,6 @@ def _layer_ranks(programs: Sequence[ExportedProgram], world: int) -> dict[str, i
 
 
 class _Assigner:
-    """Assigns the operations of one program."""
-
     def __init__(self, program: ExportedProgram, layers: Mapping[str, int], state: Sequence[str], owners: dict[str, int]) -> None:
         self._program, self._layers, self._owners = program, layers, owners
         names = weight_placeholders(program)

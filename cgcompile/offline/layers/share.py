@@ -1,7 +1,7 @@
-"""One device's share of a program: its own operations, and an exchange for every value that another device needs.
+"""Cuts out one device's share of a program: its operations, and an *exchange* (a broadcast) of values that another device needs.
 
-All devices have the same exchanges in the same order, whatever the assignment is.  Each exchange takes the previous one as an
-argument, so that no compiler drops or moves one, and the last one computes an output.
+For any assignment, all devices have the same exchanges in the same order.  Each takes the previous one's result as an argument, and
+the last one computes an output, so that no compiler drops or moves an exchange.
 
 Private interfaces (torch 2.11, 2.13): the expression of a SymInt (`size.node.expr`), the `fake_mode` of a node's value.
 """
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 def share_of(program: ExportedProgram, assignment: Assignment, rank: int, world: int) -> ExportedProgram:
     """Returns the part of a functional program that device `rank` of `world` computes.  It has all outputs.  Each buffer that calls
-    change belongs to one device; other weights belong to all devices that read them.  Raises split-refused."""
+    change belongs to one device.  Any other weight belongs to all devices that read it.  Raises split-refused."""
     root = copied_graph(program)
     share = _Share(root.graph, program, assignment, rank, world)
     outputs = share.cut()
@@ -51,8 +51,6 @@ def share_of(program: ExportedProgram, assignment: Assignment, rank: int, world:
 
 
 class _Share:
-    """Reduces a graph to a device's share."""
-
     def __init__(self, graph: Graph, program: ExportedProgram, assignment: Assignment, rank: int, world: int) -> None:
         self._graph, self._program, self._rank, self._world = graph, program, rank, world
         self._ranks = {node: assignment.ranks[node.name] for node in graph.nodes if node.name in assignment.ranks}
@@ -108,7 +106,7 @@ class _Share:
         return specs
 
     def drop_unused(self) -> None:
-        """Removes nodes that this device does not need.  Its own buffers and the inputs of the call stay."""
+        """Removes nodes that this device does not need.  The device's buffers and the inputs of the call stay."""
         specs = {spec.arg.name: spec for spec in self._program.graph_signature.input_specs}
         for node in reversed(list(self._graph.nodes)):
             if node.users or node.op == "output":
@@ -123,7 +121,7 @@ class _Share:
             self._graph.erase_node(node)
 
     def _exchange(self, node: Node, owner: int, before: Node) -> Node:
-        """Adds a broadcast of a value of the device `owner`; returns the received value, which every device has."""
+        """Adds a broadcast of a value from the device `owner`.  Returns the received value, which all devices have."""
         value = node.meta["val"]
         with self._graph.inserting_before(before):
             if owner == self._rank:
@@ -150,7 +148,7 @@ class _Share:
     # --- sizes --------------------------------------------------------------------------------------------------------
 
     def _bind_sizes(self, nodes: Sequence[Node]) -> None:
-        """Adds a node for every symbol that is the size of an input."""
+        """Adds a node for every symbolic size that an input has."""
         names = set(self._program.graph_signature.user_inputs)
         first = next(node for node in nodes if node.op != "placeholder")
         for node in nodes:

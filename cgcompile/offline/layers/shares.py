@@ -1,4 +1,4 @@
-"""One device's share of every entry of a model."""
+"""Cuts out one device's share of every entry of a model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .share import share_of
 
 
 def layer_shares(entries: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, ...]:
-    """The entries that this device computes.  Every process has the whole model.  A share has all inputs and outputs, the weights
-    that its layers read, and the buffers that they change.  Raises split-refused."""
+    """This device's share of every entry.  Every process has the whole model.  A share has all inputs and outputs, the weights that
+    its layers read, and the buffers that they change.  Raises split-refused."""
     for prepared in entries:
         if prepared.written or prepared.generator:
             what = "writes to an input" if prepared.written else "draws random numbers"
@@ -32,7 +32,7 @@ def layer_shares(entries: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, .
 def _share(
     prepared: Prepared, programs: Programs, by_program: dict[int, Assignment], owners: dict[str, int], ranks: Ranks
 ) -> Prepared:
-    """A device's share of one entry.  `by_program`: the assignments by the id of their program."""
+    """A device's share of one entry.  `by_program`: the assignments by the `id` of the program."""
     shares = programs.changed(lambda program: share_of(program, by_program[id(program)], ranks.rank, ranks.size))
     ranks_of = by_program[id(programs.first)].ranks
     free = [name not in ranks_of for name in programs.first.graph_signature.user_outputs]

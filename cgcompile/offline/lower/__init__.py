@@ -1,1 +1,2 @@
-"""Runs Inductor on a fake device and records the launches of the wrapper that it writes.  Runs in worker processes."""
+"""Runs Inductor on a fake device, and records the launches of the Python wrapper that Inductor writes.  Runs in worker
+processes."""

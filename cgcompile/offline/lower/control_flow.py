@@ -1,9 +1,9 @@
-"""Lowers programs with branches and loops: lowers every straight part separately and joins the events in order.  Of equal layers,
-one is lowered; its launches are repeated for the others with their weights.
+"""Lowers programs with branches and loops: lowers every straight part (one without them) separately, and joins the events in order.
+Of equal layers, only one is lowered; its launches are repeated with the weights of the others.
 
-All bodies of a branch write their results to the same buffers.  Loop-carried values have buffers of their own, which first hold the
-initial values and are written in place at the end of the body.  The body also computes the condition for the next iteration.  All
-values that cross between parts are dense.
+All bodies of a branch write to the same buffers, whose layouts the first body determines.  Loop-carried values have separate
+buffers.  They start with the initial values, and are written in place at the end of the body.  The body also computes the condition
+for the next iteration.  Values that pass from one part to another are dense.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from ..lowered import (
 )
 
 LowerStraight = Callable[[Retraced, Sequence[tuple[int, ...] | None]], Lowered]
-"""Lowers a straight part, given the strides that each output must have, or None for any."""
+"""Lowers a straight part.  Takes the strides that each output must have, or None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Value:
-    """The value of a name: a `number`, or a tensor like `fake`.  `name`: the weight's name, or the name in the merged program."""
+    """The value of a node: a `number`, or a tensor like `fake`.  `name`: the weight's name, or the name in the merged program."""
 
     fake: torch.Tensor | None = None
     number: Any = None
@@ -60,7 +60,7 @@ class _Value:
 Values = dict[str, _Value]
 
 Pair = tuple[str, Operand]
-"""(name of the tensor that is written to, its new value)."""
+"""(name of a tensor that the program writes to, its new value)."""
 
 
 def lower_blocks(
@@ -78,13 +78,13 @@ def lower_blocks(
     block = blocks(on_device(program.graph_module), layers=True)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values: Values = {}
-    for place, (kind, name, tensor) in zip(block.inputs, rows, strict=True):
+    for placeholder, (kind, name, tensor) in zip(block.inputs, rows, strict=True):
         with mode:
             fake = None if tensor is None else fake_tensor(tensor)
-        values[place] = _Value(fake=fake, kind=kind, name=name)
+        values[placeholder] = _Value(fake=fake, kind=kind, name=name)
     tensor_rows = [row for row in rows if row[2] is not None]
     check_apart([rows[argument] for _, argument in changed], tensor_rows)
-    builder = _Growing(
+    builder = _ProgramBuilder(
         key=key,
         source=source,
         mode=mode,
@@ -108,16 +108,17 @@ def lower_blocks(
 
 
 def _written_early(block: Block, new: Sequence[Pair]) -> dict[int, list[Pair]]:
-    """Returns the pairs that each straight part can write, by its position.  It must compute the new value, and no later part may
-    need the new or the old one.  A cache is then written in place.  Otherwise the whole value would be copied for the last part."""
-    makers = {node.name: number for number, part in enumerate(block.parts) if isinstance(part, Straight) for node in part.nodes}
+    """Returns the pairs that each straight part can write, by the part's position.  The part must compute the new value, and no
+    later part may need the new or the old value.  A cache is then written in place.  Otherwise the last part would copy all of
+    it."""
+    producers = {node.name: number for number, part in enumerate(block.parts) if isinstance(part, Straight) for node in part.nodes}
     needed = needed_after(block)
     pairs: dict[int, list[Pair]] = {}
-    for place, value in new:
-        number = makers.get(str(value), len(needed) - 1)
-        written_later = {other for target, other in new if target != place}
-        if number < len(needed) - 1 and not {place, value} & (needed[number] | written_later):
-            pairs.setdefault(number, []).append((place, value))
+    for target, value in new:
+        number = producers.get(str(value), len(needed) - 1)
+        written_later = {other_value for other_target, other_value in new if other_target != target}
+        if number < len(needed) - 1 and not {target, value} & (needed[number] | written_later):
+            pairs.setdefault(number, []).append((target, value))
     return pairs
 
 
@@ -127,14 +128,15 @@ def _inputs(values: Values) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LoweredPart:
-    """A lowered straight part.  `names`: the kinds and names of its arguments.  `numbers`: its number results, by position."""
+    """A lowered straight part.  `names`: the kinds and names of its arguments.  `numbers`: results that are numbers, by
+    position."""
 
     lowered: Lowered
     names: tuple[tuple[str, str], ...]
     numbers: dict[int, Any]
 
     def over(self, names: Sequence[tuple[str, str]]) -> Lowered:
-        """Returns the same part with other weights."""
+        """Returns the same part with other weights, for arguments of these kinds and names."""
         new_names = dict(zip(self.names, names, strict=True))
         buffers = [
             replace(buffer, name=new_names.get((buffer.kind, buffer.name), (buffer.kind, buffer.name))[1])
@@ -144,9 +146,9 @@ class _LoweredPart:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Growing:
+class _ProgramBuilder:
     """Builds the lowered program.  `changing`: the weights that it writes to.  `live`: weights that may change between calls.
-    `conditionals` and `named`: the counters for numbers and names.  `parts`: the lowered parts by their form."""
+    `conditionals`, `named`: how many numbers and names are in use.  `parts`: the lowered parts, by `form`."""
 
     key: IntKey
     source: torch.fx.GraphModule
@@ -160,7 +162,7 @@ class _Growing:
     parts: dict[Hashable, _LoweredPart] = field(default_factory=dict)
 
     def straight_parts(self, block: Block, values: Values, written: Mapping[int, Sequence[Pair]] = MappingProxyType({})) -> None:
-        """Lowers all parts of a block but the last.  `written`: the pairs that a part writes, by the part's position."""
+        """Lowers all parts of a block except the last.  `written`: the pairs that a part writes, by the part's position."""
         for number, part in enumerate(block.parts[:-1]):
             new = written.get(number, ())
             match part:
@@ -198,7 +200,7 @@ class _Growing:
         targets: Callable[[Lowered], Sequence[Pointer]] = lambda lowered: (),
     ) -> list[_Value]:
         """Lowers a part that returns `outputs` and writes the pairs `new`.  Returns the outputs' values.  `targets` returns the
-        addresses of the outputs once their layouts are known."""
+        addresses for the outputs, or () to leave them in the part's buffers."""
         module = straight_module(block, part, [*outputs, *[value for _, value in new]], [name for name, _ in new])
         taken_values = [values[name] for name in taken(module)]
         tensors = [(name, value) for name, value in zip(taken(module), taken_values, strict=True) if value.fake is not None]
@@ -218,7 +220,7 @@ class _Growing:
             kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
             fixed = [None if layout is None else result.meta["val"].stride() for layout, result in zip(kept, results, strict=True)]
             lowered_part = _LoweredPart(lowered=self.lower(retraced, fixed), names=tuple(names), numbers=numbers)
-            if not any(constant.sources for constant in lowered_part.lowered.constants):  # else only valid for these weights
+            if not any(constant.sources for constant in lowered_part.lowered.constants):  # constants fit one layer only
                 self.parts[part_form] = lowered_part
         lowered, numbers = lowered_part.over(names), lowered_part.numbers
         self.named += 1
@@ -234,8 +236,8 @@ class _Growing:
         ]
 
     def _forms(self, names: Sequence[str], arguments: Sequence[_Value]) -> dict[str, Hashable]:
-        """The properties of a part's arguments that affect lowering.  Weights are numbered in order; it matters if they may
-        change."""
+        """The properties of a part's arguments that affect lowering.  For a weight: its number in order, not its name, and whether
+        it may change."""
         weights: dict[str, int] = {}
         forms: dict[str, Hashable] = {}
         for name, value in zip(names, arguments, strict=True):
@@ -249,8 +251,8 @@ class _Growing:
         return forms
 
     def _keep(self, name: str, buffer: Buffer) -> None:
-        """Copies a value whose memory a later part may write to: a part's input, such as a loop-carried value, or state.  Inductor
-        assumes that the tensors of a part do not share memory."""
+        """Copies a value in memory that a later part may write to: an input of the part, such as a loop-carried value, or state.
+        Inductor assumes that the tensors of a part do not share memory."""
         if buffer.kind == INPUT or (buffer.kind == WEIGHT and buffer.name in self.changing):
             view = self.merged.views[name]
             target = self.merged.temporary(dense_bytes(view))
@@ -258,7 +260,6 @@ class _Growing:
             self.merged.views[name] = replace(view, pointer=target)
 
     def branch(self, part: Branch | Switch, values: Values) -> None:
-        """Lowers a branch.  All bodies write to the same buffers, whose layouts the first body determines."""
         if isinstance(part, Switch):
             kind, byte, operands = "switch", part.choice, part.operands
         else:
@@ -297,7 +298,8 @@ class _Growing:
         return self.last_part(block, block_values, block.outputs, layouts, (), targets)
 
     def loop(self, block: Block, part: Loop, values: Values) -> None:
-        """Lowers a loop.  Loop-carried values get buffers of their own; a value that was computed only for the loop has one."""
+        """Lowers a loop.  Loop-carried values are copied to separate buffers, except values that were computed only for the
+        loop."""
         carried = [
             values[name] if isinstance(name, str) and self._is_last_use(block, part, name, values) else self._carried(part, first)
             for name, first in zip(part.carried, self._operands(part.carried, values), strict=True)
@@ -320,10 +322,10 @@ class _Growing:
         values.update(zip(part.outputs, carried, strict=True))
 
     def _is_last_use(self, block: Block, part: Loop, name: str, values: Values) -> bool:
-        """Whether a straight part of this block computed the value in memory of its own, and only the loop reads it, once.  The
-        loop may then write to it."""
-        makers = [node for part in block.parts if isinstance(part, Straight) for node in part.nodes if node.name == name]
-        if not makers or len(makers[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
+        """Whether a straight part of this block computed the value in memory that no other value uses, and only the loop reads it.
+        The loop may then write to it."""
+        producers = [node for part in block.parts if isinstance(part, Straight) for node in part.nodes if node.name == name]
+        if not producers or len(producers[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
             return False
         buffer = self.merged.views[values[name].name].pointer.buffer
         others = [self.merged.views.get(value.name) for other, value in values.items() if other != name]
@@ -369,7 +371,7 @@ class _Growing:
         return self.merged.argument_pointer(value.kind, value.name, value.fake.element_size() * math.prod(value.fake.shape))
 
     def lowered(self, inputs: Mapping[str, torch.Tensor], outputs: Sequence[_Value]) -> Lowered:
-        """Returns the whole program.  `inputs`: the call's inputs by their numbers, as text."""
+        """Returns the program.  `inputs`: the call's inputs by their numbers, as text."""
         views = []
         for number in range(len(inputs)):
             fake = inputs[str(number)]

@@ -1,9 +1,10 @@
-"""Finds the operations of a program without a Triton kernel, without lowering the whole program.  Each operation is decomposed
-alone, as `retrace` does with the whole program.  Inductor's tables then show which of the resulting operators have a kernel.
+"""Finds the operations of a program that have no Triton kernel, without lowering the program.  Each operation is decomposed
+separately, as `retrace` decomposes a program.  Inductor's tables then show which of the resulting operators have a kernel.
 
-Some of Inductor's lowerings have kernels only for some arguments and GPUs.  Such operations are lowered, each alone.  Private
-interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, the tables `lowerings` and `fallbacks` of `torch._inductor.lowering`,
-and `_is_fallback_handler` of the functions in `lowerings`.
+Some of Inductor's lowerings have kernels only for some arguments and GPUs.  Such operations are lowered, each separately.
+
+Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, the tables `lowerings` and `fallbacks` of
+`torch._inductor.lowering`, and `_is_fallback_handler` of the functions in `lowerings`.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ from .fake_device import fake_device
 from .inductor import lower_graph
 
 FREE = frozenset({torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default, torch.ops.aten.copy_.default})
-"""Operators that retracing removes, or that become a copy without an Inductor lowering."""
+"""Operators without an Inductor lowering, which retracing removes or makes a copy."""
 
 CHOOSING = frozenset({"median", "nanmedian", "mode", "kthvalue", "scatter", "scatter_add", "scatter_reduce", "index_put"})
-"""Operators whose lowering may fall back, besides those of the table `fallbacks` (torch/_inductor/lowering.py, 2.13)."""
+"""Further operators, besides the table `fallbacks`, whose lowering may call torch's operator (torch/_inductor/lowering.py,
+2.13)."""
 
 
 def operators_without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch) -> tuple[Finding, ...]:
@@ -73,11 +75,11 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
 
 
 def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node]) -> dict[Node, str]:
-    """The operations without a kernel, with the operator that lacks one."""
+    """The operations without a kernel, each with the operator that has none."""
     unsupported: dict[Node, str] = {}
     missing_by_form: dict[Any, str] = {}
     for node in _operations(program.graph_module, on_host):
-        form = tuple([source in folded for source in (node, *node.all_input_nodes)]), _like(node)
+        form = tuple([source in folded for source in (node, *node.all_input_nodes)]), _operation_key(node)
         if form not in missing_by_form:
             missing_by_form[form] = _missing(node, arch, folded, on_host)
         if missing_by_form[form]:
@@ -88,7 +90,8 @@ def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Ar
 def _all_fallback_ops(
     program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node], unsupported: Collection[Node]
 ) -> list[str]:
-    """The operators to keep on the host.  Each can make others lose their kernel, if complex numbers then cross."""
+    """The operators to keep on the host.  Each can leave others without a kernel, if complex numbers then pass between host and
+    GPU."""
     names: dict[str, None] = {}
     host = set(on_host)
     while new := {_spelled(node): None for node in unsupported if _spelled(node) not in names}:
@@ -108,7 +111,7 @@ def _operations(module: GraphModule, on_host: Collection[str]) -> Iterator[Node]
         if is_conditional(node):
             for body in bodies(node, module):
                 yield from _operations(body, ())
-        elif _is_asked(node) or node.target in TENSOR_ASSERTIONS:
+        elif _is_checked(node) or node.target in TENSOR_ASSERTIONS:
             yield node
 
 
@@ -122,7 +125,7 @@ def _complex_results(module: GraphModule, on_host: Collection[str]) -> Iterator[
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Disables torch's log messages about operations that cannot be traced alone."""
+    """Disables torch's logs of operations that cannot be traced separately."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -132,7 +135,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _folded(program: ExportedProgram) -> set[Node]:
-    """The nodes that depend only on weights.  Those with a single tensor are folded and need no kernel (constant_folding.py)."""
+    """The weights that do not change, and the operations that depend only on them and return a tensor. constant_folding.py folds
+    these."""
     weights = weight_placeholders(program)
     written = set(functional(program).buffers_to_mutate.values())
     folded = {node for node in program.graph.nodes if node.name in weights and weights[node.name] not in written}
@@ -152,17 +156,18 @@ def _finding(node: Node, missing: str, hint: str) -> Finding:
 
 
 def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collection[str]) -> str:
-    """Returns the operator without a kernel that an operation consists of, or "".  `known`: nodes that depend on weights alone."""
+    """Returns the operator without a kernel that an operation decomposes into, or a reason, or "".  `known`: the result of
+    `_folded`."""
     folded = node in known
     if node.target in TENSOR_ASSERTIONS:
-        return operator(node)  # a kernel that only asserts would be dropped
+        return operator(node)  # Inductor would drop a kernel that only asserts
     values = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
     if any(
         None in ([*map(_number, leaf.shape)] if isinstance(leaf, torch.Tensor) else [_number(leaf)])
         for leaf in values
         if leaf is not None
     ):
-        return ""  # its sizes depend on data: it runs on the host, or is refused
+        return ""  # sizes depend on data: it runs on the host, or is refused
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors: list[torch.Tensor] = []
     places: dict[Node, list[_Place]] = {}
@@ -186,8 +191,8 @@ def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collectio
             output = run_on_pairs(node.target, args, kwargs)
             parts = [[leaf.real, leaf.imag] if isinstance(leaf, Pair) else leaf for leaf in tree_leaves(output)]
             return tuple([leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)])
-        instead = replacement(node.target)
-        output = instead(*args, **kwargs) if instead else NotImplemented
+        function = replacement(node.target)
+        output = function(*args, **kwargs) if function else NotImplemented
         output = node.target(*args, **kwargs) if output is NotImplemented else output
         return tuple([leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)])
 
@@ -220,14 +225,12 @@ class _Place:
     number: Any = None
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns the value, from the list of all tensors."""
         parts = [tensors[position] for position in self.positions]
         return self.number if not parts else parts[0] if len(parts) == 1 else Pair(*parts)
 
 
 def _place(value: Any, tensors: list[torch.Tensor], computed: bool) -> _Place:
-    """Appends fake tensors for a value to `tensors`.  A complex value has two if it is `computed`, by the kernels or at build
-    time."""
+    """Appends fake tensors for a value to `tensors`: two for a complex value that kernels or the build computes (`computed`)."""
     if not isinstance(value, torch.Tensor):
         return _Place((), _number(value))
     shape, strides = [_number(size) for size in value.shape], [_number(stride) for stride in value.stride()]
@@ -238,7 +241,7 @@ def _place(value: Any, tensors: list[torch.Tensor], computed: bool) -> _Place:
 
 
 def _number(value: Any) -> Any:
-    """The value of a size at the example inputs."""
+    """The number that a symbolic size has for the example inputs."""
     return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
 
 
@@ -247,7 +250,7 @@ def _on_device(value: Any) -> Any:
 
 
 def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
-    """Yields the operators of a decomposed graph that Inductor has no kernel for.  `folded`: only those with several results; the
+    """Yields the operators of a decomposed graph that Inductor has no kernel for.  `folded`: only those with several results;
     others are computed at build time."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target is python_operators.getitem or not computes(node) or node.target in FREE:
@@ -258,13 +261,13 @@ def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
             leaf for leaf in tree_leaves([node.meta.get("val"), [operand.meta.get("val") for operand in node.all_input_nodes]])
         ]
         unpaired = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
-        is_collective = node.target is COLLECTIVE  # a launch of a kernel of cgcompile
+        is_collective = node.target is COLLECTIVE  # becomes a launch of cgcompile's kernel
         if isinstance(node.target, torch._ops.OpOverload) and not is_collective and (unpaired or falls_back(node.target)):
             yield str(node.target).removesuffix(".default")
 
 
-def _is_asked(node: Node) -> bool:
-    """Whether an operation is checked by itself: no assertion, no marker, and no control flow, whose branches other rules check."""
+def _is_checked(node: Node) -> bool:
+    """Whether an operation is checked: it is no assertion, no marker, and no operator with subgraphs."""
     alone = all(source.op != "get_attr" for source in node.all_input_nodes) and not marker(node)
     return computes(node) and isinstance(node.target, torch._ops.OpOverload) and node.target not in ASSERTIONS and alone
 
@@ -281,7 +284,7 @@ def chooses(op: Any) -> bool:
 
 @cache
 def _names_of_fallbacks() -> frozenset[str]:
-    """The names without overloads and trailing underscores, because overloads and in-place variants share lowerings."""
+    """Names without overloads and trailing underscores, because overloads and in-place variants share lowerings."""
     return frozenset([str(fallback).removeprefix("aten.").partition(".")[0].rstrip("_") for fallback in fallbacks])
 
 
@@ -291,8 +294,8 @@ def falls_back(op: torch._ops.OpOverload) -> bool:
     return lowered is None or getattr(lowered, "_is_fallback_handler", False)
 
 
-def _like(node: Node) -> Any:
-    """A key that is equal for operations that are checked once."""
+def _operation_key(node: Node) -> Any:
+    """A key.  Of operations with equal keys, one is checked."""
 
     def layout_of(source: Node) -> tuple[Any, ...]:
         return tuple(

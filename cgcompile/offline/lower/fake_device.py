@@ -1,8 +1,8 @@
-"""A fake device: makes torch and Triton use a GPU that is not present.
+"""A fake device: torch and Triton generate code for a GPU that is not present.
 
-The replaced names of torch and Triton are listed here with the reason, and restored at the end.  A GPU that is present is hidden
-from the process, so torch must not have initialized CUDA or counted GPUs before.  Private interfaces, tested with torch 2.11
-(triton 3.6) and 2.13 (triton 3.7): the names in `_replacements`, `_cached`, `_interfaces` and `_device_guard`.
+`_replacements` lists the replaced names of torch and Triton with the reasons.  They are restored at the end.  A GPU that is present
+is hidden from the process, so torch must not have initialized CUDA or counted GPUs before.  Private interfaces, tested with torch
+2.11 (triton 3.6) and 2.13 (triton 3.7): the names in `_replacements`, `_cached`, `_interfaces` and `_device_guard`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CUDA = "13.0"
 """The CUDA version that torch reports."""
 
 VTABLE_ENTRIES = 64
-"""Size of the fake table of C++ methods.  A torch device guard has fewer methods."""
+"""The size of the fake table of C++ methods.  A device guard has fewer."""
 
 CUDA_TYPE = 1
 """c10::DeviceType::CUDA."""
@@ -47,8 +47,8 @@ class Replacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSource:
-    """A Triton kernel that is neither loaded nor compiled.  `text`: the Python module that Inductor wrote.  `name`: the kernel's
-    function in it."""
+    """A Triton kernel that is neither loaded nor compiled.  `text`: the Python module that Inductor wrote.  `name`: its function in
+    the module."""
 
     name: str
     text: str
@@ -56,7 +56,7 @@ class KernelSource:
 
 @contextlib.contextmanager
 def fake_device(arch: Arch) -> Iterator[None]:
-    """Inside, torch has one GPU "cuda:0" of architecture `arch`, for fake tensors only, and kernels become `KernelSource`s.  Raises
+    """Inside, torch has one GPU "cuda:0" of architecture `arch`, only for fake tensors, and kernels become `KernelSource`s.  Raises
     gpu-visible if the process sees a GPU, and torch-unsupported if a name that has to be replaced is missing."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
@@ -138,7 +138,7 @@ def _replacements(arch: Arch) -> list[Replacement]:
 
 
 def _cached() -> list[tuple[str, str]]:
-    """Functions that cache facts about a device.  Their caches are cleared before and after."""
+    """Functions that cache properties of a device.  Their caches are cleared before and after."""
     utils = "torch._inductor.utils"
     return [
         ("torch._inductor.runtime.hints.DeviceProperties", "create"),
@@ -178,7 +178,7 @@ def device_properties(arch: Arch) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def _interfaces() -> Iterator[None]:
-    """Registers "cuda" in Inductor's table of devices with the replacements above.  torch's own entries hold references to the
+    """Registers "cuda" in Inductor's table of devices, with the replacements above.  torch's entries in this table refer to the
     original functions."""
     module = _find("torch._dynamo.device_interface")
     for name in ("CudaInterface", "device_interfaces", "init_device_reg", "register_interface_for_device"):
@@ -238,7 +238,7 @@ def _device_guard() -> Iterator[None]:
 
 
 class _Driver:
-    """Replaces Triton's CUDA driver.  It reports the target of the compilation and the device, and nothing else."""
+    """Replaces Triton's CUDA driver.  Reports only the target of the compilation and the device."""
 
     def __init__(self, arch: Arch) -> None:
         self._arch = arch

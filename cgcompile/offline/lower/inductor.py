@@ -1,7 +1,8 @@
-"""Lowers a program at one key: retraces it for cuda at the key's sizes, lowers it with Inductor and records the launches of the
-wrapper.  All runs inside `fake_device`: no kernel is compiled, nothing is measured.  Private interfaces (torch 2.11, 2.13):
-`compile_fx_inner` and the `source_code` of its result, `user_visible_output_idxs` in the metadata of a graph's output,
-`V.set_choices_handler`, `simd.prologue_preserves_zero_mask`, and the options below."""
+"""Lowers a program at one int_key: retraces it for cuda, lowers it with Inductor, and records the launches of Inductor's Python
+wrapper.  `fake_device` is active: no kernel is compiled or measured.
+
+Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the `source_code` of its result, `user_visible_output_idxs` in the
+metadata of a graph's output, `V.set_choices_handler`, `simd.prologue_preserves_zero_mask`, and the options below."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ OPTIONS: dict[str, Any] = {
     # products and convolutions become Triton kernels, one candidate each
     "max_autotune_gemm": True,
     "max_autotune_gemm_backends": "TRITON",
-    "unroll_reductions_threshold": 9,  # the sum over at most 8 parts of a product is fused into the kernel that reads it
+    "unroll_reductions_threshold": 9,  # fuses the sum over at most 8 parts of a split product into the kernel that reads it
     "max_autotune_conv_backends": "TRITON",
     "conv_1x1_as_mm": True,
     "triton.num_decompose_k_splits": 0,
@@ -78,7 +79,7 @@ OPTIONS: dict[str, Any] = {
     "graph_partition": False,
     "triton.cudagraphs": False,
     "memory_planning": False,
-    "allow_buffer_reuse": False,  # a buffer per value gives shorter lifetimes for the arena plan
+    "allow_buffer_reuse": False,  # separate buffers have shorter lifetimes, which helps the arena plan
     "use_static_cuda_launcher": False,
     "use_static_triton_launcher": False,
     "size_asserts": False,
@@ -105,8 +106,8 @@ def lower_key(
     split_factor: SplitFactor = lambda problem: 1,
 ) -> Lowered:
     """Lowers `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.  `layouts`: the dense strides that each
-    output must have, None for any; () for any strides of all.  `writes`: it writes to buffers or inputs.  `live`: weights that may
-    change between calls.  `choose` picks the configuration of products and convolutions among Inductor's and `more`.  Equal
+    output must have, or None; () if none is fixed.  `writes`: the program writes to buffers or inputs.  `live`: weights that may
+    change between calls.  `choose` picks configurations of matrix products and convolutions from Inductor's and from `more`.  Equal
     arguments give equal results in every process.
 
     Raises operator-without-kernel, random-operation, state-shared, constant-unknown, inputs-unlike, lowering-broken,
@@ -122,7 +123,8 @@ def lower_key(
             folded = split_k(folded, arch.name, split_factor)
             lowered, unknown = lower_graph(folded, key, arch, layout, choose, more)
             _check_known(unknown, key, folded)
-            return replace(lowered, outputs=_as_wanted(lowered.outputs, layout, key), constants=constants, written=retraced.written)
+            outputs = _with_strides(lowered.outputs, layout, key)
+            return replace(lowered, outputs=outputs, constants=constants, written=retraced.written)
 
         if has_conditionals(program.graph_module) or (not writes and has_equal_layers(program.graph_module)):
             return lower_blocks(program, key, tensors, layouts, lower, live)
@@ -148,12 +150,12 @@ def lower_graph(
     choose: Choose,
     more: More = nothing_more,
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """Lowers a retraced graph inside `fake_device`.  Returns it and the names of its calls that are no Triton kernels."""
+    """Lowers a retraced graph inside `fake_device`.  Returns the result and the names of calls that are no Triton kernels."""
     handler = TemplateConfigs(arch, choose, more)
     available = torch._inductor.config.get_config_copy()
     options = {name: value for name, value in OPTIONS.items() if name in available} | passes() | fewer_kernels(ahead=False)
-    # A fused prologue loads a product's factor under a mask without a value for masked elements.  Inductor assumes zero and
-    # selects nothing if the prologue keeps zeros.  In Triton these elements are undefined, and nan times zero is nan.
+    # A fused prologue loads a factor of a product with a mask, but without a value for masked elements.  Inductor assumes that they
+    # are zero.  If the prologue maps zero to zero, it adds no tl.where.  In Triton they are undefined, and nan times zero is nan.
     masked = mock.patch.object(simd, "prologue_preserves_zero_mask", lambda prologue: False)
     with (
         torch._inductor.config.patch(options), V.set_choices_handler(handler), masked, mended(), torch.no_grad(),
@@ -180,8 +182,11 @@ def _wrapper(retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] 
         raise _explain(error, key, retraced) from error
 
 
-def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey) -> tuple[BufferView, ...]:
-    """Returns the outputs with the strides of `layouts`, which may differ for axes with one element.  Raises lowering-broken."""
+def _with_strides(
+    outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey
+) -> tuple[BufferView, ...]:
+    """Returns the outputs with the strides of `layouts`.  Inductor's may differ only for axes with one element.  Raises
+    lowering-broken."""
     if not layouts:
         return outputs
     views = []
@@ -197,7 +202,7 @@ def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...
 
 
 def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:
-    """Returns a BuildError among the causes, or an error that names an operation without a lowering, or a failure of Inductor."""
+    """Returns the BuildError among the causes, or an error for an operation without a lowering, or for a failure of Inductor."""
     for cause in causes(error):
         if isinstance(cause, BuildError):
             return cause
@@ -210,7 +215,7 @@ def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:
 
 
 def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
-    """Returns the name of a call with the user's line that it comes from, and the program's operators that it comes from."""
+    """Returns the name of a call with the user's line, and the program's operators that it comes from."""
     plain = re.sub(r"^(torch\.ops\.|extern_kernels\.)", "", name)
     stem = plain.removesuffix(".default").removeprefix("aten.")
     nodes = [n for n in retraced.graph.graph.nodes if n.op == "call_function" and stem in str(n.target)]

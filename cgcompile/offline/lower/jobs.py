@@ -1,5 +1,5 @@
-"""Lowers every region at every int_key in parallel worker processes that see no GPU.  This is the parent's side.  If no GPU is
-visible to this process, the workers are forked from it and share its torch, Inductor and weights."""
+"""Lowers every region at every int_key in parallel worker processes that see no GPU.  This module runs in the parent.  If no GPU is
+visible to it, the workers are forked from it, and share its torch, Inductor and weights."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .worker_job import Layouts, WorkerJob, program_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweringJob:
-    """A program to lower at the sizes of `tensors`, which are like its inputs, on the CPU.  `writes`: it writes to buffers or
-    inputs.  `live`: names of weights that may change between calls, so that no constants are folded from them."""
+    """A program to lower at the sizes of `tensors`, which are example inputs on the CPU.  `writes`: the program writes to buffers
+    or inputs.  `live`: names of weights that may change between calls, so that no constants are folded from them."""
 
     program: ExportedProgram = field(repr=False)
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
@@ -54,9 +54,9 @@ def lower_all(
     seconds: float | None = None,
 ) -> dict[RegionKey, Lowered]:
     """Lowers every job for `arch`, with one process per processor; returns the results in the order of `jobs`.  `folder`: for
-    working files and logs.  `cache`: for lowered programs.  `code` names the model whose code registers operators that the programs
-    call, or is "".  The kernels of these operators may change while the programs stay the same, so nothing is cached.  Raises the
-    errors of `inductor.lower_key`, lowering-broken if a process ends without a result, and TimeoutError after `seconds`."""
+    working files and logs.  `cache`: for lowered programs.  `code`: see `inlining.code_of`.  With `code` nothing is cached, because
+    the operators' kernels may change while the programs stay the same.  Raises the errors of `inductor.lower_key`, lowering-broken
+    if a process ends without a result, and TimeoutError after `seconds`."""
     common = arch, table.read_bytes() if table else b"", settings()
     digests = program_contents([job.program for job in jobs.values()])
     parameters = {
@@ -140,14 +140,14 @@ def _forked(
         return lowered_jobs
 
     names, limit = list(contents), 2 * processors()
-    works = {number: partial(lower, names[number::limit]) for number in range(min(limit, len(names)))}
-    outcomes = run_forked(works, dict.fromkeys(works, tell), folder, "lowering-broken")
+    tasks = {number: partial(lower, names[number::limit]) for number in range(min(limit, len(names)))}
+    outcomes = run_forked(tasks, dict.fromkeys(tasks, tell), folder, "lowering-broken")
     return {name: lowered for results in outcomes.values() for name, lowered in results.items()}
 
 
 def _saved(jobs: Iterable[LoweringJob], folder: Path) -> tuple[dict[int, tuple[int, Path]], list[dict[str, Any]]]:
-    """Saves the jobs' programs without weights.  Returns their numbers and files by identity, and the weights by number.  A weight
-    is a tensor.  If it may change between calls, such as a cache, it is (number of the storage, its bytes, offset, strides)."""
+    """Saves the jobs' programs without weights.  Returns their (number, file) by `id`, and the weights by number.  A weight is a
+    tensor.  If it may change between calls, such as a cache, it is (number of the storage, its bytes, offset, strides)."""
     files: dict[int, tuple[int, Path]] = {}
     saved: list[dict[str, Any]] = []
     storages: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""Caches torch's analysis of Triton kernels in a graph by the kernel and the types of its arguments.
+"""Caches torch's analysis of Triton kernels in a graph, by the kernel and the types of its arguments.
 
-To find the arguments that a kernel writes to, torch compiles it with Triton's front end, three times for every launch.  This is a
-sixth of the time to lower a GPT of 12 equal layers (torch 2.13).
+To find the arguments that a kernel writes to, torch compiles the kernel with Triton's front end, three times for every launch.
+Uncached, this is a sixth of the time to lower a GPT of 12 equal layers (torch 2.13).
 
 Private interfaces (torch 2.11, 2.13): `torch._higher_order_ops.triton_kernel_wrap.generate_ttir`, which returns a module that is
 only read, and the names of its parameters; `FakeTensor`, `torch._inductor.ir.TensorBox`.
@@ -27,7 +27,7 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 @contextmanager
 def analysed_once() -> Iterator[None]:
-    """Inside, analyses are cached."""
+    """Inside, torch's analyses of kernels are cached."""
     generate, analyses = triton_kernel_wrap.generate_ttir, dict[Any, Any]()
 
     def cached(kernel: Any, kwargs: dict[str, Any], descriptors: Mapping[str, Any]) -> Any:
@@ -44,8 +44,8 @@ def analysed_once() -> Iterator[None]:
 
 
 def _key(kernel: Any, arguments: Mapping[str, Any]) -> Any:
-    """The cache key of an analysis, or None if an argument has another type."""
-    if isinstance(kernel, Autotuner):  # the first configuration is analysed
+    """Returns the cache key of an analysis, or None if an argument's type is not known here."""
+    if isinstance(kernel, Autotuner):  # torch analyses the first configuration
         kernel, arguments = kernel.fn, {**arguments, **(kernel.configs[0].kwargs if kernel.configs else {})}
     key_parts: list[Any] = [kernel]
     for name, value in sorted(arguments.items()):

@@ -1,6 +1,6 @@
-"""Runs Inductor's wrapper with objects instead of tensors and kernels, and records its operations.  The tensors of one buffer share
-a handle.  When the last of them is deleted, Python deletes the handle, which releases the buffer.  So reuse, views and in-place
-kernels need no special rules.  The wrapper may use the names in `_namespace` (torch 2.11, 2.13)."""
+"""Runs Inductor's Python wrapper with objects that replace tensors and kernels, and records its operations.  The tensors of one
+buffer share a handle.  When the last of them is deleted, Python deletes the handle, which releases the buffer.  Therefore reuse,
+views and in-place kernels need no special rules.  The wrapper may use the names in `_namespace` (torch 2.11, 2.13)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ Load = Callable[[KernelSource], WrapperKernel]
 def record_calls(
     key: IntKey, wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """Runs the wrapper's `call` for `tensors`, whose kinds and names are `names`.  Returns its operations, and its calls of other
-    functions than Triton kernels, in order.  Raises constant-unknown, lowering-broken."""
+    """Runs the wrapper's `call` for `tensors`, whose kinds and names are `names`.  Returns its operations, and the names of called
+    functions that are no Triton kernels.  Raises constant-unknown, lowering-broken."""
     log = _Log(load=load)
     wrapper_tensors = [log.argument_tensor(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
     inputs = {int(name): value.tensor() for (kind, name), value in zip(names, wrapper_tensors, strict=True) if kind == INPUT}
@@ -57,7 +57,7 @@ def record_calls(
         key=key,
         buffers=tuple(log.buffers),
         variants=tuple(log.variants),
-        events=tuple(log.events),  # before `results` are dropped: outputs live to the end
+        events=tuple(log.events),  # before `results` are deleted, so that outputs live to the end
         inputs=tuple([inputs[number] for number in range(len(inputs))]),
         outputs=outputs,
     )
@@ -69,7 +69,7 @@ def record_calls(
 
 @dataclass(eq=False, slots=True)
 class _Handle:
-    """A buffer in use.  `dropped` is called with its position when nothing refers to it any more."""
+    """A buffer in use.  `dropped` is called with its position when nothing refers to the handle."""
 
     buffer: int
     dropped: Callable[[int], None]
@@ -80,7 +80,7 @@ class _Handle:
 
 @dataclass(eq=False, slots=True)
 class WrapperTensor:
-    """A tensor of the wrapper: its buffer, offset and layout in elements."""
+    """A tensor of the wrapper: `offset` in bytes, `strides` in elements."""
 
     log: _Log
     handle: _Handle
@@ -97,7 +97,7 @@ class WrapperTensor:
         return Pointer(buffer=self.handle.buffer, offset=self.offset)
 
     def view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> WrapperTensor:
-        """The same memory in another layout, `offset` elements after the start."""
+        """A tensor in the same memory with another layout, `offset` elements after this one."""
         return WrapperTensor(
             self.log, self.handle, self.offset + offset * self.dtype.itemsize, tuple(shape), tuple(strides), self.dtype
         )
@@ -107,13 +107,13 @@ class WrapperTensor:
         return span(self.shape, self.strides) * self.dtype.itemsize
 
     def zero_(self) -> WrapperTensor:
-        """Inductor clears workspaces with this method."""
+        """Sets all bytes to zero.  Inductor calls it for workspaces."""
         self._dense("clears")
         self.log.events.append(Fill(target=self.pointer(), value=0, element=1, count=self.span()))
         return self
 
     def copy_(self, source: Any, non_blocking: bool = False) -> WrapperTensor:
-        """A copy between equal layouts."""
+        """Copies from a tensor of equal layout and dtype."""
         layout = self.shape, self.strides, self.dtype
         if not isinstance(source, WrapperTensor) or (source.shape, source.strides, source.dtype) != layout:
             text = f"the wrapper copies between different layouts: {source} to {self.shape}, {self.strides}"
@@ -131,7 +131,7 @@ class WrapperTensor:
 
 
 class UnknownCall:
-    """The result of a call that is not a Triton kernel.  It can be used as a tensor, so that the run finds all such calls."""
+    """A function that is no Triton kernel, or its result.  It can be used as a tensor, so that the run finds all such calls."""
 
     def __init__(self, log: _Log, name: str) -> None:
         self._log = log
@@ -169,7 +169,7 @@ class _Log:
         return WrapperTensor(self, handle, 0, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, multiple: int = 1) -> WrapperTensor:
-        """A new temporary; its bytes are rounded up to a multiple."""
+        """A tensor in a new temporary, whose size is rounded up to a multiple of `multiple` bytes."""
         buffer = len(self.buffers)
         nbytes = -(-span(shape, strides) * dtype.itemsize // multiple) * multiple
         self.buffers.append(Buffer(kind=TEMPORARY, name=f"t{buffer}", nbytes=nbytes))
@@ -178,8 +178,8 @@ class _Log:
         return WrapperTensor(self, handle, 0, tuple(shape), tuple(strides), dtype)
 
     def exchange(self, operand: Any, kind: Any, world: int, sender: int, after: Any = None) -> Any:
-        """Records the wrapper's call of the operator of `collectives`.  Calls are recorded in order; `after` is ignored.  Kernels
-        send multiples of 16 bytes from addresses that are multiples of 16.  Other tensors are copied to a padded buffer."""
+        """Records a call of `collectives.COLLECTIVE`.  `after` is ignored, because calls are recorded in order.  The kernels send
+        multiples of 16 bytes from aligned addresses.  Other tensors are copied to a padded buffer."""
         if isinstance(operand, UnknownCall):
             return operand
         dtype, nbytes = operand.dtype, operand.span()
@@ -217,11 +217,10 @@ class _Log:
         return output
 
     def launch(self, source: KernelSource, *arguments: Any, stream: Any = 0, **others: Any) -> None:
-        """Records the wrapper's launch of a kernel."""
         if others:
             raise BuildError("lowering-broken", f"kernel {source.name}: called with {sorted(others)}")
         if any(isinstance(value, UnknownCall) for value in arguments):
-            return  # the program is refused in any case
+            return  # the build refuses a program with unknown calls
         key = (source.name, source.text)
         if key not in self.kernels:
             self.kernels[key] = self.load(source)
@@ -272,7 +271,7 @@ def _check_strides(variant: KernelVariant, values: Mapping[str, Any]) -> None:
 
 
 def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
-    """Executes the wrapper's module with replaced imports."""
+    """Executes the wrapper's module; returns its names, with replaced imports."""
     scope: dict[str, Any] = {"__name__": "wrapper"}
     exec(compile(wrapper, "<wrapper>", "exec"), scope)
     for name, value in list(scope.items()):
@@ -298,7 +297,7 @@ def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
 
 
 class _Torch:
-    """`torch` for the wrapper: types and devices are real, the device guard does nothing, other names are recorded as unknown."""
+    """`torch` for the wrapper.  dtypes and devices are real, the device guard does nothing, other calls are recorded as unknown."""
 
     def __init__(self, log: _Log, cuda: Any) -> None:
         self._log = log
@@ -312,7 +311,7 @@ class _Torch:
 
 
 class _Operators:
-    """`torch.ops` for the wrapper.  The operator of `collectives` is recorded, all others are unknown."""
+    """`torch.ops` for the wrapper.  Calls of `collectives.COLLECTIVE` are recorded; all other operators are unknown."""
 
     def __init__(self, log: _Log) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""Selects one configuration for each Triton template of a product or convolution, as Inductor's choices handler.
+"""Inductor's choices handler: selects one configuration for each Triton template of a matrix product or convolution.
 
 Private interfaces (torch 2.11, 2.13): `V.set_choices_handler` takes a subclass of `InductorChoices`; `bmm_template`,
 `ExternKernelChoice`, and `KernelTemplateChoice` with its parameters.
@@ -24,7 +24,7 @@ Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
 """See `cost_model.choose`."""
 
 More = Callable[[Problem], Sequence[Candidate]]
-"""Returns configurations of a problem that may be chosen in addition to Inductor's."""
+"""Returns configurations of a problem that may be chosen besides Inductor's."""
 
 
 def nothing_more(problem: Problem) -> Sequence[Candidate]:
@@ -32,7 +32,7 @@ def nothing_more(problem: Problem) -> Sequence[Candidate]:
 
 
 class TemplateConfigs(RowBlocks):
-    """Inductor's choices with one configuration for every template.  `selected`: how each configuration was chosen."""
+    """Inductor's choices, reduced to one configuration for each template.  `selected`: how each configuration was chosen."""
 
     def __init__(self, arch: Arch, choose: Choose, more: More) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TemplateConfigs(RowBlocks):
         self.selected: dict[Configuration, str] = {}
 
     def get_template_configs(self, kernel_inputs: Any, templates: Any, op_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Adds a template for `bmm` with a result of another dtype than the factors', for which torch 2.11 has none."""
+        """Adds a template for a `bmm` whose result has another dtype than the factors, for which torch 2.11 has none."""
         if op_name == "bmm" and not templates:
             templates = [bmm_template]
         return super().get_template_configs(kernel_inputs, templates, op_name, *args, **kwargs)
@@ -65,10 +65,10 @@ class TemplateConfigs(RowBlocks):
             arch=self._arch.name,
         )
         picked = self._pick(problem, described)
-        return [offered[described.index(picked)] if picked in described else _like(offered[0], picked, k)]
+        return [offered[described.index(picked)] if picked in described else _with_candidate(offered[0], picked, k)]
 
     def get_conv_configs(self, device_type: str | None = "cuda") -> Any:
-        """Inductor's configurations of a convolution, reduced to one."""
+        """Inductor's function for configurations of a convolution, reduced to one."""
         configs = super().get_conv_configs(device_type)
 
         def picked_config(m: Any, n: Any, k: Any, **kwargs: Any) -> list[Any]:
@@ -94,16 +94,16 @@ class TemplateConfigs(RowBlocks):
         return picked
 
 
-def _like(choice: Any, candidate: Candidate, k: int) -> Any:
+def _with_candidate(choice: Any, candidate: Candidate, k: int) -> Any:
     """Copies a template choice with another configuration.  k: the length of the inner axis."""
     parameters = choice.params.to_kwargs()
-    other = {
+    changes = {
         **_blocks(candidate),
         "num_stages": candidate.stages,
         "num_warps": candidate.warps,
         "EVEN_K": k % candidate.block_k == 0,
     }
-    settings = {**parameters, **{name: value for name, value in other.items() if name in parameters}, "GROUP_M": candidate.group}
+    settings = {**parameters, **{name: value for name, value in changes.items() if name in parameters}, "GROUP_M": candidate.group}
     return type(choice)(
         template=choice.template, params=type(choice.params)(settings), extra_kwargs=choice.extra_kwargs,
         layout=choice.layout, inputs=choice.inputs,

@@ -25,8 +25,8 @@ Configuration = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrapperKernel:
-    """A variant and how the wrapper calls it.  `parameters`: the arguments' names.  `grid`: takes the arguments that are
-    numbers."""
+    """A variant and how the wrapper calls it.  `parameters`: the arguments' names.  `grid`: the launch grid by the arguments that
+    are numbers."""
 
     variant: KernelVariant
     parameters: tuple[str, ...]
@@ -34,7 +34,7 @@ class WrapperKernel:
 
 
 def load(source: KernelSource, selected: Mapping[Configuration, str]) -> WrapperKernel:
-    """Reads a kernel of the wrapper with the first of Inductor's configurations, which needs no measurement.  `selected`: how the
+    """Reads a kernel of the wrapper, with Inductor's first configuration, so that nothing is measured.  `selected`: how the
     configurations of templates were chosen.  Raises lowering-broken."""
     tuner = _load_triton_kernel_from_source(source.name, source.text)
     config = tuner.configs[0]
@@ -68,8 +68,8 @@ def load(source: KernelSource, selected: Mapping[Configuration, str]) -> Wrapper
 
 
 def exact_products(source: str) -> str:
-    """Replaces `allow_tf32=ALLOW_TF32` of templates so that float32 products are three tf32 products, almost as exact as float32.
-    Without tf32, Triton would not use tensor cores and be several times slower."""
+    """Replaces `allow_tf32=ALLOW_TF32` of templates, so that a float32 product is three tf32 products, which are almost as exact.
+    Without tf32, Triton does not use tensor cores and is several times slower."""
     return source.replace("allow_tf32=ALLOW_TF32", 'input_precision="tf32x3"')
 
 
@@ -81,9 +81,9 @@ def constant_factors(source: str) -> str:
 
 
 def true_hints(source: str, arguments: Sequence[str]) -> str:
-    """Restricts a contiguity hint of a product that computes a factor instead of loading it, because the hint may be false.  If the
-    last block of rows wraps to the first row, its rows are not contiguous.  This does not matter for rows of a factor.  A vector of
-    indices that the kernel loads by row would be misaligned (torch 2.11)."""
+    """Restricts a contiguity hint in a product that computes a factor, because the hint may be false.  If the last block of rows
+    wraps around to the first row, its rows are not contiguous.  This does not matter for a loaded factor.  A computed one may load
+    a vector of indices by row, which would be misaligned (torch 2.11)."""
     for factor, rows in (("A", "M"), ("B", "N")):
         if f"arg_{factor}" not in arguments:
             source = source.replace(f"({rows} >= BLOCK_{rows} and K > 1)", f"({rows} % BLOCK_{rows} == 0 and K > 1)")
@@ -91,7 +91,7 @@ def true_hints(source: str, arguments: Sequence[str]) -> str:
 
 
 def _functions(text: str, name: str) -> str:
-    """Returns the kernel's function without decorators, then its helpers (of scans and reductions) with theirs."""
+    """Returns the kernel's function without decorators, then the helpers of scans and reductions with decorators."""
     parts = re.split(r"^(?=@triton|@triton_heuristics|def )", text, flags=re.MULTILINE)
     kernel, helpers = "", []
     for previous, part in zip(["", *parts], parts, strict=False):

@@ -15,14 +15,14 @@ from cgbundle.format.schema import IntKey
 from ...export.torch_program import with_weights
 
 Layouts = tuple[tuple[int, ...] | None, ...]
-"""The strides that each output must have, in elements; None for any.  () for any strides of all."""
+"""The strides that each output must have, in elements, or None; () if none is fixed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerJob:
-    """A job as a worker receives it.  `program`: a file without weights; the weights are number `number` in the file `weights`.
-    `code`: registers operators that it calls, "" for none.  `settings`: torch's switches that choose kernels.  `table`: the file of
-    measured configurations, or None to rank Inductor's by the cost model."""
+    """A job as a worker receives it.  `program`: a file without weights.  Its weights are element `number` of the list in the file
+    `weights`.  `code`: see `lower_all`.  `settings`: torch's settings that select kernels.  `table`: the file of measured
+    configurations, or None to use the cost model."""
 
     program: Path
     weights: Path
@@ -39,12 +39,12 @@ class WorkerJob:
 
 
 def read_program(job: WorkerJob) -> ExportedProgram:
-    """Loads the job's program.  Its weights are mapped from the file that all workers share."""
+    """Loads the job's program.  Maps its weights from the file, which all workers share."""
     return program_of(job, torch.load(job.weights, mmap=True, weights_only=True)[job.number])
 
 
 def program_of(job: WorkerJob, saved: Mapping[str, Any]) -> ExportedProgram:
-    """Loads the job's program with the weights of `_saved`.  Weights that may change between calls have undefined contents."""
+    """Loads the job's program with weights from `jobs._saved`.  Weights that may change between calls have undefined contents."""
     program, tensors = torch.export.load(job.program), dict(saved)
     named = {**program.state_dict, **program.constants}
     storages: dict[int, torch.Tensor] = {}

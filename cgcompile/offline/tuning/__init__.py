@@ -1,1 +1,1 @@
-"""Chooses the configurations of products and convolutions, by measurements on the architecture or by a cost model."""
+"""Chooses the configurations of matrix products and convolutions."""

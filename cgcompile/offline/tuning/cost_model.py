@@ -13,25 +13,25 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, 
 """Bytes of an element."""
 
 ALIKE = {"addmm": "mm", "baddbmm": "bmm", "bfloat16": "float16"}
-"""Kinds and dtypes that take the same time: the addend is read when the result is written, and tensor cores have the same rate."""
+"""Kinds and dtypes that take the same time.  The addend is read when the result is written; the tensor cores' rates are equal."""
 
 REACH = 2.0
-"""The largest distance of a measured problem that is used: the Euclidean distance of (batch, m, n, k) in powers of two."""
+"""Measurements of problems up to this distance are used: the Euclidean distance of the base-2 logarithms of (batch, m, n, k)."""
 
 LATENCY = 700.0
-"""Cycles between requesting a block from global memory (L2) and multiplying it."""
+"""Cycles from the request of a block (L2) to its multiplication."""
 
 L2_BYTES = 64.0
 """Bytes per cycle that one multiprocessor reads from L2."""
 
 LAUNCHED = 2000.0
-"""Cycles to start a wave of blocks, to compute the pipeline's first addresses and to write the result."""
+"""Cycles to start a wave of blocks, to compute the first addresses of the pipeline, and to write the result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """`batch` products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv".  `dtype`: of the factors.  For a
-    convolution: m output positions, n output channels of a group, batch groups, and k = input channels of a group times the
+    """`batch` matrix products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv".  `dtype`: of the factors.
+    For a convolution: m output positions, n output channels of a group, batch groups, and k = input channels of a group times the
     kernel's size."""
 
     kind: str
@@ -45,8 +45,8 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A configuration: a program instance computes block_m x block_n in steps of block_k, with `stages` pipeline stages.  `group`:
-    rows of instances that run together to reuse the cache; 0: the kernel has no such parameter."""
+    """A configuration: a program instance computes block_m x block_n results in steps of block_k, with `stages` pipeline stages.
+    `group`: rows of instances that run together to reuse the cache; 0 if the kernel has no such parameter."""
 
     block_m: int
     block_n: int
@@ -57,12 +57,12 @@ class Candidate:
 
 
 Table = Mapping[Problem, Sequence[tuple[Candidate, float]]]
-"""Measured microseconds per problem."""
+"""The measured candidates of each problem, with microseconds."""
 
 
 def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table: Table | None = None) -> tuple[int, str]:
-    """Returns the position of the best candidate and how it was chosen: "only" (a single candidate), "table" (a measurement of this
-    problem), "nearest" (of a similar one) or "heuristic" (the cost model).  Raises ValueError if none fits the target."""
+    """Returns the position of the best candidate and how it was chosen: "only" (a single candidate), "table" (measurements of this
+    problem), "nearest" (of a similar problem) or "heuristic" (the cost model).  Raises ValueError if none fits the target."""
     fitting = [index for index, candidate in enumerate(candidates) if fits(problem, candidate, arch)]
     if not fitting:
         raise ValueError(f"no configuration of {len(candidates)} fits {arch.name}: {problem}")
@@ -79,7 +79,7 @@ def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table:
 
 
 def measured(problem: Problem, table: Table) -> list[Candidate]:
-    """The candidates that were measured for this problem, else for the nearest one, with blocks no larger than the problem.
+    """The candidates that were measured for this problem, else for the nearest one, with blocks no larger than this problem.
     Inductor may not offer them."""
     near = [problem] if problem in table else nearest(problem, table)[:1]
     largest = [1 << max(4, (size - 1).bit_length()) for size in (problem.m, problem.n, problem.k)]
@@ -101,8 +101,8 @@ def shared_bytes(problem: Problem, candidate: Candidate) -> int:
 
 def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
     """Estimates cycles, for ceil(k / block_k) steps per block and as many concurrent blocks as fit a multiprocessor.  A step takes
-    the longer time of the tensor cores and L2, and at least the latency that the pipeline does not hide.  A partial wave costs as
-    much as a full one, and padding of m and n costs as much as results."""
+    the longer of the tensor cores' and L2's times, and at least the latency that the pipeline does not hide.  A partial wave costs
+    as much as a full one, and padding of m and n costs as much as results."""
     blocks = problem.batch * math.ceil(problem.m / candidate.block_m) * math.ceil(problem.n / candidate.block_n)
     steps = math.ceil(problem.k / candidate.block_k)
     resident = _resident(problem, candidate, arch)
@@ -116,9 +116,9 @@ def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
 
 
 def _rate(problem: Problem, candidate: Candidate, arch: Arch) -> float:
-    """Operations per cycle and multiprocessor.  Half precision runs at the tensor cores' rate, float32 as three tf32 products at
-    half of it, other types at 256.  Small blocks are slower, because a warp has too few independent products.  From Hopper on, only
-    groups of four warps with 64 rows reach the full rate, others about half."""
+    """Operations per cycle and multiprocessor.  Half precision has the rate of the tensor cores, tf32 half of it; float32 is three
+    tf32 products.  Other types have a rate of 256.  Small blocks are slower, because a warp has too few independent products.  From
+    Hopper on, only groups of four warps with 64 rows reach the full rate, others about half."""
     rates = {"float16": 1.0, "bfloat16": 1.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 2.0, "float32": 1 / 6}
     if problem.dtype not in rates:
         return 256.0
@@ -145,7 +145,8 @@ def _fastest(measured: Iterable[tuple[Candidate, float]], positions: Mapping[Can
 
 
 def nearest(problem: Problem, table: Table) -> list[Problem]:
-    """The measured problems of the target within REACH that are ALIKE, nearest first, then those of the same kind and dtype."""
+    """The measured problems of the target within REACH that are ALIKE, nearest first.  At equal distance, the same kind and dtype
+    come first."""
 
     def distance(other: Problem) -> float:
         pairs = ((problem.batch, other.batch), (problem.m, other.m), (problem.n, other.n), (problem.k, other.k))

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent
 
 
 def table_file(arch: str) -> Path | None:
-    """The file with the measurements of a target, or None if there are none."""
+    """The file with the measurements of a target, or None."""
     path = FOLDER / f"{arch}.json"
     return path if path.exists() else None
 

@@ -1,6 +1,6 @@
 """Split-K: the number of parts that the inner axis of a matrix product is split into.  Pure Python.  A product with few rows has
-too few blocks to fill a GPU.  Split, it is a batched product with float32 partial sums, which has more blocks of fewer steps each.
-Inductor fuses the sum into the reader of the product."""
+too few blocks to fill a GPU.  A split product is a batched one with float32 partial sums: more blocks, with fewer steps each.
+Inductor fuses the sum into the kernel that reads the product."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from .cost_model import Candidate, Problem, Table, cost, fits, nearest
 SPLIT_FACTORS = (2, 4, 8)
 
 SHORTEST = 64
-"""The fewest elements of the inner axis in a part."""
+"""The minimum number of elements of the inner axis in a part."""
 
 LAUNCH = 2.0
-"""Microseconds of one more kernel in a graph: the sum over the parts, if it cannot be fused."""
+"""Microseconds of one more kernel, the sum over the parts, if it is not fused."""
 
 READ = 2.0e12
-"""Bytes per second at which partial sums are read from the cache.  A launch overlaps little of this time."""
+"""Bytes per second at which partial sums are read from the cache.  This time overlaps little with a launch."""
 
 WORTH = 0.9
-"""A product is split if that takes less than this fraction of the time.  The margin covers errors of estimates and measurements."""
+"""A product is split if it then takes less than this fraction of the time.  The margin covers errors of estimates and
+measurements."""
 
 CLOCK = 1.7e9
 """Cycles per second, which converts the cost model's cycles into time."""
@@ -36,8 +37,8 @@ TILES = tuple(
 
 
 def split_factor(problem: Problem, arch: Arch, table: Table | None = None) -> int:
-    """Returns the number of parts into which `problem` ("mm" or "addmm") is best split; 1 for none.  Uses the measurements of this
-    problem or a near one, else the cost model."""
+    """Returns the best number of parts for `problem` ("mm" or "addmm"); 1 means no split.  Uses the measurements of this problem or
+    of a similar one, else the cost model."""
     factors = [factor for factor in SPLIT_FACTORS if problem.k % (16 * factor) == 0 and problem.k // factor >= SHORTEST]
     for neighbour in nearest(problem, table or {}):
         measured = {factor: _measured(neighbour, factor, table or {}) for factor in (1, *factors)}
