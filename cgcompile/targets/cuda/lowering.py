@@ -46,7 +46,7 @@ HASHES = (
 
 def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable[..., Any]:
     """Returns a callable with the arguments of `module`.  At level `eager` it is the module.  At other levels it returns a flat
-    tuple.  Its first call compiles the module for the present addresses of the weights, and raises the errors of `compile_graph`."""
+    tuple.  Its first call compiles the module for the weights' present addresses, and raises the errors of `compile_graph`."""
     if level == "eager":
         return module
     options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if level == "max-autotune" else {}
