@@ -89,8 +89,8 @@ struct Added {
   Vector vector(int64_t i, int64_t j) const { return data ? *reinterpret_cast<const Unaligned*>(data + i * row + j) : Vector{}; }
 };
 
-// c = added + alpha * (`count` rows of a, from row i on) @ panel, which has rows [begin, end) of b.  If `begin` is not 0, c replaces
-// `added`.  The sums are in registers.  Rows of c are pages apart, so they are prefetched before the sums are computed.
+// c = added + alpha * (`count` rows of a, from row i on) @ panel, which has rows [begin, end) of b.  If `begin` is not 0, c itself
+// replaces `added`.  The sums are in registers.  Rows of c are pages apart, so they are prefetched before the sums are computed.
 template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_t end, const float* panel, const Matrix& c, const Added& added, int64_t j, float alpha) {
   Vector sums[count][2] = {};
   const float* factors = a.at(i, begin);

@@ -1,9 +1,9 @@
 // Replacements of the libtorch functions that a shared object of AOTInductor calls: tensors; products, convolutions and attention
 // of float32; cumulative sums, top-k; functions of vectors.
 //
-// Linked into the object with -Bsymbolic, so that the object calls these functions even in a process with libtorch.  torch's headers
-// declare the functions, so this file does not compile with a torch that has another signature.  If a function is missing here, the
-// build links libtorch, or fails and names it.  A function returns an error for arguments that it does not support.
+// Linked into the object with -Bsymbolic, so that the object calls these functions even in a process with libtorch.  The headers of
+// torch declare the functions, so this file does not compile with a torch that has another signature.  If a function is missing
+// here, the build links libtorch, or fails and names it.  A function returns an error for arguments that it does not support.
 
 #include <omp.h>
 #include <sys/mman.h>
