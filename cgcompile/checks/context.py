@@ -51,7 +51,7 @@ class RuleContext:
         return all_calls(self.program.graph_module)
 
     def obstacles(self, rule: str) -> Iterator[Obstacle]:
-        """Yields the obstacles of a rule: effects that calls or the export of the model showed, and that are no operation."""
+        """Yields the obstacles of a rule: effects of a call or of the export that are no operation."""
         return (obstacle for obstacle in self.exported.obstacles if obstacle.rule == rule)
 
     def effect(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Collects the findings of all programs, and stops a build if they require it."""
+"""Collects the findings of all programs, and stops a build."""
 
 from __future__ import annotations
 

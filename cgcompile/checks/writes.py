@@ -48,8 +48,7 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
 
 
 def _grouped(writes: list[tuple[str, Node | None]]) -> list[tuple[str, Node | None]]:
-    """Returns a text and the writing node of each buffer that one source line writes to.  Many buffers, as in an optimizer, share
-    one text."""
+    """Returns (text, writing node) for the buffers that one source line writes to.  Many buffers, as in an optimizer, share one."""
     names = [name for name, _ in writes]
     if len(names) <= LISTED + 1:
         return [(f"the buffer {name}", writer) for name, writer in writes]
@@ -178,7 +177,6 @@ def _owner_text(context: RuleContext, placeholder: str, weight: bool) -> str:
 
 
 def _input_name(context: RuleContext, placeholder: str) -> str:
-    """Returns the user's name of an input."""
     user = [name for name in context.program.graph_signature.user_inputs if isinstance(name, str)]
     leaves = context.exported.flat.like.leaves
     return leaves[user.index(placeholder)][0] if placeholder in user and len(user) == len(leaves) else placeholder

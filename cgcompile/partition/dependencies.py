@@ -1,8 +1,8 @@
 """Dependencies of a program: the operations that run in exactly one region, their edges, and the nodes that are recomputed.
 
-Every host region that reads a data-dependent number or a tensor of data-dependent size *recomputes* it, so that it never crosses
-between regions.  A node that accesses memory which is written to is not recomputed, because a second computation could give
-another value.  It is an ordinary operation, in one region with all its readers.
+Every host region that reads a data-dependent number or a tensor of data-dependent size *recomputes* it.  Such values never cross
+between regions.  A node that accesses written memory is not recomputed, because a second result could differ.  It is an ordinary
+operation, in one region with all its readers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Isolated regions for one int_key: the input of graph recording and of the host compiler.
 
 A value that crosses is copied as bytes, so the region that computes it makes it contiguous.  A region returns no view of its
-inputs.  State and inputs that a region writes to are used by no other region.  A graph writes in place, a host region returns new
-values.
+inputs.  No other region uses state and inputs that a region writes to.  A graph writes in place, the host returns new values.
 """
 
 from __future__ import annotations

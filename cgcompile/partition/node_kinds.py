@@ -55,8 +55,7 @@ SCALAR_CHECKS = (
 """Assertions about numbers."""
 
 TENSOR_CHECKS = (aten._assert_tensor_metadata.default,)
-"""Assertions about dtype, layout and device.  They are dropped: the signature guarantees them, and they would fail on another
-device than that of the export."""
+"""Assertions about dtype, layout and device.  They are dropped: the signature guarantees them, and they fail on other devices."""
 
 NodeKinds = dict[Node, NodeKind]
 

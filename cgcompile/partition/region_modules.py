@@ -53,8 +53,6 @@ def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequ
 
 
 class _ModuleBuilder:
-    """Builds the module of one region."""
-
     def __init__(
         self, program: ExportedProgram, known: NodeKinds, sizes: Bindings, writes: WriteConstraints, names: dict[str, Node]
     ) -> None:

@@ -96,9 +96,9 @@ class Partition:
 def partition(program: ExportedProgram, placements: Mapping[str, str], small: int = SMALL) -> Partition:
     """Returns the regions of `program`.  `placements`: the nodes that must run on the host, with the reasons.
 
-    These also run on the host: readers of data-dependent values, control flow with an `obstacle`, copies to the host, and nodes
-    that must be in one region with any of these.  A name in a module of a higher-order operator places the operator.  Raises
-    node-unknown, program-unsupported, data-dependent-output.
+    Readers of data-dependent values, control flow with an `obstacle`, copies to the host, and nodes that must be in one region with
+    these run on the host too.  A name in a module of a higher-order operator places the operator.  Raises node-unknown,
+    program-unsupported, data-dependent-output.
     """
     known = node_kinds(program)
     placed = _placed(program, known, placements)
@@ -187,8 +187,8 @@ def _cut(
 
 
 def _kinds(members: Sequence[Sequence[Node]], edges: Iterable[tuple[int, int]], reasons: Mapping[Node, str]) -> list[Kind]:
-    """Returns the kinds of the components.  A free component that only the host reads, and that needs no value of a graph, is
-    "host", so that its value need not cross."""
+    """Returns the kinds of the components.  A free component is "host" if only the host reads it and it needs no value of a
+    graph."""
     kinds: list[Kind] = [
         "host" if component[0] in reasons else "either" if all(is_free(node) for node in component) else "graph"
         for component in members
@@ -272,8 +272,7 @@ def value_of(node: Node) -> Node:
 
 
 def _reads(nodes: Sequence[Node], kinds: NodeKinds, state: Collection[Node]) -> set[Node]:
-    """Returns the tensors that a region reads but does not compute: results of other regions, inputs of the call, and members of
-    `state`."""
+    """Returns the tensors that a region reads from outside: results of other regions, inputs of the call, members of `state`."""
     own_nodes = set(nodes)
     sources = {value_of(source) for node in nodes if marker(node) != "to_device" for source in node.all_input_nodes}
     crossing = NodeKind.INPUT, NodeKind.OPERATION
@@ -288,8 +287,7 @@ def _computes(node: Node, kinds: NodeKinds) -> bool:
 
 
 def _reason(reasons: Sequence[str]) -> str:
-    """Returns up to three different reasons of a region's operations, in order.  TIED and DATA are listed only if there is no other
-    reason."""
+    """Returns up to three different reasons of a region's operations, in order.  TIED and DATA are only used without others."""
     different = list(dict.fromkeys(reasons))
     different = [reason for reason in different if reason not in (TIED, DATA)] or sorted(different)[:1]
     suffix = f", and {len(different) - 3} more" if len(different) > 3 else ""

@@ -48,7 +48,7 @@ def written_tensors(module: GraphModule, arguments: Sequence[Any]) -> list[Tenso
 
 
 def _origin(node: Node) -> Node:
-    """Returns the node of the tensor that a view, or a chain of views, refers to."""
+    """Returns the tensor of which a node is a view, or the node."""
     while node.op == "call_function" and (node.target is operator.getitem or is_view(node)):
         node = node.all_input_nodes[0]
     return node

@@ -32,7 +32,7 @@ MIN_CASES, MAX_CASES = 3, 256
 
 
 def cases_of(source: GraphModule, module: GraphModule, node: Node) -> list[Case]:
-    """Returns the bodies of the switch whose outermost `torch.cond` is `node`, or [] if `node` is not the start of a switch."""
+    """Returns the bodies of the switch whose outermost `torch.cond` is `node`, or [] if there is none."""
     cases: list[Case] = []
     value: Any = None
     bindings: dict[Node, Any] = {}

@@ -32,10 +32,9 @@ class WriteConstraints:
 def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints:
     """Returns the constraints of all writes in `module`'s graph.
 
-    Accesses to memory that is written to keep their order with its writes.  The nodes of a memory are its tensor and its views.  If
-    no operation uses an older node of the memory after a write, the write makes a new value, which may be in another region.
-    Otherwise the memory's first node, the views and the writes up to the last such write stay together.  For inputs and weights,
-    all other accesses stay with them.
+    Accesses keep their order with the writes.  The nodes of a memory are its tensor and its views.  If no operation uses an older
+    node of the memory after a write, the write makes a new value, which may be in another region.  Otherwise the memory's first
+    node, the views and the writes up to the last such write stay together.  For inputs and weights, all other accesses do too.
     """
     nodes = [node for node in module.graph.nodes if known[node] in (*_ACCESSING, *_GIVEN)]
     memory = _memories(nodes)
@@ -73,8 +72,8 @@ _GIVEN = (NodeKind.INPUT, NodeKind.WEIGHT)
 
 
 def _memories(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Maps each node to the first node of its memory.  Nodes share memory if their tensors have the same storage in the export, or
-    if the operator's schema declares an alias."""
+    """Maps each node to the first node of its memory.  Nodes share memory if their storage in the export is the same, or if an
+    operator's schema declares it."""
     parent: dict[Node, Node] = {}
 
     def find(node: Node) -> Node:

@@ -83,7 +83,6 @@ SVE_BITS = "__ARM_FEATURE_SVE_BITS"
 
 
 def level_of(name: str) -> Level | None:
-    """Returns the level with this name, or None."""
     return next((row for row in LEVELS if row.name == name), None)
 
 
@@ -111,8 +110,8 @@ def check_level(level: Level, machine: str, flags: Collection[str]) -> None:
 def needed(
     ask: Callable[..., Mapping[str, str]], options: Collection[Sequence[str]], machine: str, flags: Collection[str]
 ) -> tuple[str, ...]:
-    """Returns the sets that code compiled with these lists of `options` needs, sorted.  `flags`: the sets in /proc/cpuinfo of this
-    machine, from which they are selected.  `ask`: returns the macros for options, as `macros` does.  Raises compiler-failed."""
+    """Returns the sets among `flags` that code compiled with these lists of `options` needs, sorted.  `flags`: the sets in
+    /proc/cpuinfo.  `ask`: returns the macros for options, as `macros` does.  Raises compiler-failed."""
     plain = ask()
     features: set[str] = set()
     for option in options:

@@ -28,8 +28,8 @@ from ..util.raw_bytes import is_zero, raw
 from .memory_layout import Shape, Table, dense_strides
 
 WRITERS, BLOCK = 8, 16 << 20
-"""The number of threads that write weights, and the bytes that each thread copies from the GPU at a time.  One thread writes 16 GB
-to memory in 40 s, because the first touch of a page costs more than the copy."""
+"""The threads that write weights, and the bytes that each copies from the GPU at a time.  One thread writes 16 GB to memory in 40
+s: the first touch of a page costs more than the copy."""
 
 TABLE = "cgcompile.table."
 """Prefix of the names of tables: rows of the manifest that are not weights of the model."""

@@ -40,7 +40,6 @@ class ExchangeMemory:
     buffers: int
 
     def flag(self, source: int, block: int) -> int:
-        """Returns the offset of a flag."""
         return FLAGS + (source * BLOCKS + block) * LINE
 
     @property

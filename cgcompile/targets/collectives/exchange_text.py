@@ -32,8 +32,8 @@ def slot_address(base: str, source: str, to: str, slots: tuple[int, int, int]) -
 
 
 def wait(label: str, look: str, source: str) -> str:
-    """Returns PTX that repeats `look` until predicate %p holds, or until the time limit.  Then it stores the rank in register or
-    number `source` in the status, and sets %dead."""
+    """Returns PTX that repeats `look` until predicate %p holds.  After the time limit it sets the status to rank `source`, and
+    %dead."""
     return f"""
 {label}:
 {look}

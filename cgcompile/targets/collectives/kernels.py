@@ -5,8 +5,8 @@ waits for the parts that the others send.  Then it adds the parts in the order o
 fixed order, in float32, gives the same bits on every rank and in every run.
 
 There are two methods to send.  A packet holds 8 bytes of data and its epoch twice.  The receiver polls the data itself, so an
-exchange needs one trip over the link, and twice the bytes.  Buffers hold plain data; then each block sets a flag.  A *piece* is the
-data of a packet, or 16 bytes of a buffer.
+exchange needs one trip over the link, and twice the bytes.  Buffers hold plain data, followed by a flag per block.  A *piece* is
+the data of a packet, or 16 bytes of a buffer.
 
 Only memory changes from launch to launch, so a graph with these kernels can be stored and replayed.  All ranks launch the same
 collectives in the same order, with the same blocks and threads, and with at least as many threads as ranks.  All blocks of a
@@ -31,7 +31,7 @@ from .kernel_text import HEAD, entry
 from .packets import packets
 
 Combine = Literal["bfloat16", "float16", "float32", "side by side"]
-"""What a receiver does with the parts: a sum of numbers of a dtype, or bytes side by side."""
+"""The result of a receiver: a sum of numbers of a dtype, or bytes side by side."""
 
 Way = Literal["packets", "buffers"]
 
@@ -52,7 +52,6 @@ def collective_image(name: str, memory: ExchangeMemory) -> bytes:
 
 
 def source(memory: ExchangeMemory) -> str:
-    """Returns the PTX of all kernels."""
     ways: dict[Way, Callable[[ExchangeMemory, str], str]] = {"packets": packets, "buffers": buffers}
     kernels = [
         entry(memory.world, symbol(way, combine), text(memory, combine)) for way, text in ways.items() for combine in _COMBINES

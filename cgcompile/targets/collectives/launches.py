@@ -18,7 +18,7 @@ best of the measured values, or within 3 % of the best."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveLaunch:
-    """The method (`way`) and the launch shape.  `count`: the number of pieces from one rank to another."""
+    """The method and the launch shape.  `count`: the pieces from one rank to another."""
 
     way: Way
     count: int

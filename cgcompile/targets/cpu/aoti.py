@@ -83,7 +83,7 @@ UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
     """A shared object, and the processor features that its code uses.  `standalone`: it needs no library of torch.  `recalled`: it
-    comes from the cache.  `libtorch`: the path of the same code, linked to torch's libraries, or None."""
+    comes from the cache.  `libtorch`: the same code, linked to torch's libraries."""
 
     path: Path
     features: tuple[str, ...]
@@ -236,8 +236,8 @@ def _has_complex(program: ExportedProgram) -> bool:
 
 
 def _small_weights(program: ExportedProgram) -> set[int]:
-    """Returns the numbers of elements of used parameters and buffers whose values Inductor would write into the code, or use while
-    it compiles if there is a single element.  Constants are not included, because an update cannot replace them."""
+    """Returns the numbers of elements of used parameters and buffers whose values Inductor would write into the code or, for a
+    single element, use while it compiles.  Excludes constants, because an update cannot replace them."""
     used = [program.state_dict[name] for name in used_weights(program) if name in program.state_dict]
     return {tensor.numel() for tensor in used if tensor.numel() == 1 or (tensor.dim() == 1 and tensor.numel() <= INLINED)}
 
@@ -251,7 +251,7 @@ def _libraries_take_numbers(program: ExportedProgram) -> bool:
 
 
 def _build_error(error: BaseException) -> BuildError | None:
-    """Returns the BuildError that Inductor wrapped into another error, or None."""
+    """Returns the BuildError inside an error of Inductor, or None."""
     return next((exception for exception in causes(error) if isinstance(exception, BuildError)), None)
 
 

@@ -31,7 +31,7 @@ from .interface import Interface
 WRAPPER = ".wrapper.cpp"
 
 ASIDE = (WRAPPER, ".kernel.cpp")
-"""Endings of the sources of a program.  Only the linker needs their object files, so they can be compiled in the background."""
+"""Endings of the sources of a program, which are compiled in the background: only the linker needs their object files."""
 
 NEWER, OLDER = "-std=c++20", "-std=c++17"
 """Inductor uses the newer standard from torch 2.13 on.  Its headers also compile with the older standard, a fifth faster, because
@@ -65,8 +65,8 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A source file that is compiled with options other than those of Inductor's `command`, and without the text of `interface`, if
-    there is one.  `whole`: the text that Inductor wrote."""
+    """A source file that is compiled with options other than those of Inductor's `command`, and without the text of `interface`.
+    `whole`: the text that Inductor wrote."""
 
     path: Path
     command: list[str]
@@ -168,8 +168,8 @@ class OwnFunctions:
 
 
 def _linked_alone(command: list[str], functions: OwnFunctions, folder: Path, stack: ExitStack) -> bool:
-    """Links with these functions only.  If the code calls others, or if the functions do not compile, returns False, or raises if
-    they are required."""
+    """Links with these functions only.  If the code calls others, or if they do not compile, raises if they are required, else
+    returns False."""
     if (path := functions.object_file.result()) is None:
         if functions.required:
             raise BuildError("compiler-failed", f"the C++ compiler refuses {standalone_code.SOURCE}")

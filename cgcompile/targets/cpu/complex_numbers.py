@@ -73,8 +73,7 @@ def scalar(value: Number, *, dtype: torch.dtype | None = None, **kwargs: Any) ->
 
 
 def add(x: Tensor, y: Tensor | Number, *, alpha: Number = 1) -> Tensor:
-    """Adds a complex number to a real tensor.  Complex tensors are left to Inductor, whose decomposition adds 0 to each of them,
-    and so calls this function again."""
+    """Adds a complex number to a real tensor.  Leaves complex tensors to Inductor, which adds 0 to each and so calls this again."""
     return NotImplemented if isinstance(y, Tensor) or x.is_complex() else x + _tensor(y * alpha, x)
 
 

@@ -109,8 +109,8 @@ def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
 
 
 def begun_object(source: ModuleType, level: Level | None, stack: ExitStack) -> Future[Path | None]:
-    """Returns the future of the object file of `source`, a module of `kernels`.  It is compiled in the background unless the cache
-    has it.  Its result is None if the compiler fails."""
+    """Returns the future of the object file of `source`, a module of `kernels`, from the cache or from a compiler in the
+    background.  The result is None if it fails."""
     folder, path = stack.enter_context(scratch_folder()), None
     about = described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
     name = source.SOURCE.stem
@@ -139,8 +139,8 @@ def begun_interface() -> Iterator[Interface | None]:
 
 
 def _begun(command: list[str], target: Path, path: Path | None, stack: ExitStack) -> Future[Path | None]:
-    """Returns the future of the object file `target`: from the cache at `path`, or from `command`, which runs in the background.
-    Its result is None if the compiler fails."""
+    """Returns the future of the file `target`, from the cache at `path` or from `command` in the background.  The result is None if
+    `command` fails."""
     if path is not None and (object_file := recall(path, ObjectFile)) is not None:
         target.write_bytes(object_file.code)
         future: Future[Path | None] = Future()

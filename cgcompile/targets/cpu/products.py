@@ -47,7 +47,7 @@ def suits(program: ExportedProgram, level: Level | None) -> bool:
 
 
 def fast(level: Level | None) -> bool:
-    """Whether these functions were measured to be as fast as libtorch's on processors of this level."""
+    """Whether these functions were measured to be fast on such processors."""
     features = level.features if level is not None else processor_flags()
     return os.uname().machine == X86_64 and VECTORS in features
 
@@ -81,7 +81,7 @@ def _factors(node: Node) -> list[torch.Tensor]:
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:
-    """Returns the arguments of a call by name, without defaults."""
+    """Returns the arguments that a call passes, by name."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}

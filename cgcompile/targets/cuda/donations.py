@@ -55,7 +55,6 @@ def reserved_end(rows: Sequence[DonatedRange], to: int = ALIGN) -> int:
 
 
 def refused(entry: str, number: int, why: str) -> ModelError:
-    """Returns the error for an output that cannot be donated."""
     return ModelError("donation-refused", f"donations(): output {number} of {entry}() {why}")
 
 

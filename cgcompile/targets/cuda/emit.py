@@ -39,8 +39,8 @@ def write_recorded(
     split: SplitProgram | None,
     hosts: HostRegions,
 ) -> Written:
-    """Writes kernel images and graph tables into the folder `stage`.  `weights`: the manifest's rows, whose file exists already;
-    `arch`: such as "sm_90".  Raises extra-missing, kernel-failed."""
+    """Writes kernel images and graph tables into `stage`.  `weights`: the manifest's rows, whose file exists already.  `arch`: such
+    as "sm_90".  Raises extra-missing, kernel-failed."""
     recordings = {name: replace(graph.recording, key=own_key(name[1])) for name, graph in recorded.graphs.items()}
     images = dict(recorded.images)
     fills = has_memsets(recordings.values())

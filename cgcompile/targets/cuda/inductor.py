@@ -102,9 +102,9 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, list[torch.Tensor], list[tuple[int, Node]]]:
-    """Returns a graph, tensors and positions.  The graph is the module's, with its weights as arguments before those of the call,
-    and with flat outputs.  The tensors are these weights, tied ones once.  The positions are those of the call's tensors among
-    `leaves`, with their nodes.  Raises inputs-unlike."""
+    """Returns (graph, weights, positions).  The graph of the module gets the weights as arguments before those of the call, and
+    flat outputs.  Tied weights are one argument.  The positions of the call's tensors among `leaves` are with their nodes.  Raises
+    inputs-unlike."""
     graph = Graph()
     env: dict[Node, Any] = {}
     arguments: dict[tuple[object, ...], Node] = {}

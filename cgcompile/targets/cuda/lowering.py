@@ -80,8 +80,8 @@ def start_compilers(processes: int) -> None:
 
 
 def choose_without_timing() -> None:
-    """Makes Inductor select kernel configurations by rules in this process, not by timing.  Kernels that differ in the number of
-    rows of state share no cache entry.  So two processes would time them separately, and could select different configurations."""
+    """Makes Inductor select kernel configurations by rules in this process.  Kernels that differ in the number of rows of state
+    share no cache entry, so two processes would select them by separate timings."""
     torch._inductor.config.deterministic = True
     torch._inductor.config.triton.autotune_pointwise = False
 

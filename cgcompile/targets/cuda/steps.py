@@ -29,8 +29,8 @@ class LoweredRegions:
 
 @dataclass(slots=True)
 class _Steps:
-    """The values and steps so far.  `device`, `host`: the position in `values` of each named value on the device and on the host.
-    `end`: the end of memory host."""
+    """The values and steps so far.  `device`, `host`: positions in `values` by name, for each side.  `end`: the end of memory
+    host."""
 
     values: list[Value]
     steps: list[Step]

@@ -1,5 +1,5 @@
-"""The program's tensors on the device: their layouts as records, and new tensors at chosen addresses.  `__cuda_array_interface__`
-and `Tensor.set_` give each new tensor a separate storage, because AOTAutograd treats views of one storage as aliases."""
+"""The program's tensors: their layouts as records, and tensors at chosen addresses.  `__cuda_array_interface__` and `Tensor.set_`
+give each tensor its own storage, because AOTAutograd treats views of one storage as aliases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..weights import stored_dtype
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Span:
-    """Device memory with the CUDA array interface.  `owner` keeps the memory alive; if None, the caller must keep it alive."""
+    """Device memory with the CUDA array interface.  `owner` keeps the memory alive; None: the caller must."""
 
     address: int
     size: int
@@ -65,7 +65,6 @@ class TensorPlace:
 
 
 def tensor_place(tensor: torch.Tensor) -> TensorPlace:
-    """Returns the address and layout of a tensor."""
     return TensorPlace(address=tensor.data_ptr(), dtype=stored_dtype(tensor), shape=tuple(tensor.shape), strides=tensor.stride())
 
 
@@ -133,7 +132,6 @@ def settings() -> dict[str, Any]:
 
 
 def apply_settings(values: Mapping[str, Any]) -> None:
-    """Applies the settings that `settings` returned."""
     for path, value in values.items():
         if path:
             owner, _, leaf = path.rpartition(".")
