@@ -22,7 +22,7 @@ KNOWN = {
 """Supported operators of `_c10d_functional`, with the position of the group among their arguments."""
 
 REDUCED = {"all_reduce": 1, "reduce_scatter_tensor": 1}
-"""Operators with a reduction, and the position of its name among their arguments."""
+"""Operators that reduce, with the position of the reduction's name among their arguments."""
 
 SUMS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -33,7 +33,7 @@ def unknown_collective(context: RuleContext) -> Iterable[Finding]:
     What it looks for: operators of torch.distributed except all_reduce, all_gather, reduce_scatter, all_to_all of equal parts and
     broadcast over all ranks.  Also sums of dtypes other than bfloat16, float16 and float32, other reductions, and collectives in a
     branch or a loop.
-    Why: NCCL's kernels cannot be stored. cgcompile has its own kernels for these collectives, which all ranks launch in one order.
+    Why: NCCL's kernels cannot be stored.  cgcompile has kernels for these collectives only.  All ranks launch them in one order.
     Effect: no bundle can be built.
     Fix: use one of these functional collectives of torch.distributed, with group.WORLD.
     Source: torch/distributed/_functional_collectives.py; cgcompile/targets/collectives/kernels.py.
@@ -54,7 +54,7 @@ def unknown_collective(context: RuleContext) -> Iterable[Finding]:
 
 
 def _reason(node: Node, *, nested: bool) -> str:
-    """Says why a bundle does not support a collective, or returns ""."""
+    """Returns why a bundle does not support a collective, or ""."""
     name = node.target.name().partition("::")[2].partition(".")[0]
     if node.target.namespace != "_c10d_functional" or name not in KNOWN:
         return "no kernel of ours does that"

@@ -1,4 +1,4 @@
-"""The input of the rules, and helpers that make findings."""
+"""The input of the rules, and helpers that create findings."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RuleContext:
 
     `program` is one of the programs in `exported`.  `functionalized` is the signature of its functional form, which lists
     mutations.  `conditionals`: the recorder creates conditional nodes for branches and loops.  `cross_compiled`: no GPU captures
-    the program.  `moved` and `data_dependent` are nodes that an obstacle can take to the host (host_placement.py).  `fallback_ops`
-    are operators that the user keeps on the host.
+    the program.  `moved` and `data_dependent`: the nodes that also run on the host if a finding has severity host
+    (host_placement.py).  `fallback_ops` are operators that the user keeps on the host.
     """
 
     exported: Exported
@@ -51,11 +51,12 @@ class RuleContext:
         return all_calls(self.program.graph_module)
 
     def obstacles(self, rule: str) -> Iterator[Obstacle]:
-        """Yields the obstacles of a rule that a call of the model showed, but no operation shows."""
+        """Yields the obstacles of a rule: effects of a call or of the export that are no operation."""
         return (obstacle for obstacle in self.exported.obstacles if obstacle.rule == rule)
 
     def effect(self, name: str) -> str:
-        """Says the effect of a finding of severity host: this node and the nodes that use its value run on the host."""
+        """Returns the effect of a finding of severity host, as a text: this node and the nodes that use its value run on the
+        host."""
         nodes = {node.name: node for node in self.program.graph.nodes}
         followers: set[str] = set()
         waiting = [nodes[name]] if name in nodes else []

@@ -11,7 +11,7 @@ from ..export.higher_order.conditionals import COND, CONTROL_FLOW, WHILE, higher
 from .context import HOST, NOTE, RuleContext, finding
 
 WHOLE = {COND: ", and both branches run there", WHILE: ", and every iteration runs there"}
-"""Texts for a branch or a loop with an operation inside that must run on the host."""
+"""Part of the message about a branch or a loop that must run on the host."""
 
 
 def control_flow(context: RuleContext) -> Iterable[Finding]:
@@ -47,8 +47,8 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
 
 
 def with_moved_control_flow(findings: Sequence[Finding], placed: Collection[str]) -> tuple[Finding, ...]:
-    """Changes the findings of branches and loops in `placed` to severity host.  They run on the host because of an operation inside
-    them, or of one that they depend on."""
+    """Changes the findings of branches and loops in `placed` to severity host.  They run on the host because an operation inside
+    them does, or one that they depend on."""
     inner_causes = {cause.node: cause for cause in reversed(findings) if cause.severity == HOST and cause.rule != "control-flow"}
 
     def moved(finding: Finding) -> Finding:

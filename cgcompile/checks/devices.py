@@ -1,4 +1,4 @@
-"""Rules about where the user's code puts its tensors.  model/devices/tracking.py adds markers for moves to the program."""
+"""Rules about the devices of the user's tensors.  model/devices/tracking.py adds a marker to the program for every move."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def device_copy(context: RuleContext) -> Iterable[Finding]:
     Source: "DeviceCopy ops" in Scheduler.should_partition (torch/_inductor/scheduler.py).
     """
     for node, top in context.calls():
-        if context.moved.get(node.name) == DEVICE_COPY and top == node.name and not _made_there(context, node):
+        if context.moved.get(node.name) == DEVICE_COPY and top == node.name and not _created_on_cpu(context, node):
             yield finding(
                 "device-copy", HOST, "a tensor is copied to the CPU" + (", which asserts its value" if _asserted(node) else ""),
                 node, context.effect(top), "remove the move to the CPU, if the GPU can compute the next operations",
@@ -39,15 +39,15 @@ def cpu_operation(context: RuleContext) -> Iterable[Finding]:
     tensor on the device of the other inputs.
     Why CUDA forbids it: a CUDA graph holds work of one GPU, and host functions without CUDA calls.
     Effect: it is compiled for the CPU and runs between two graphs.
-    Fix: move the tensor to the GPU before, or remove the move to the CPU.
+    Fix: move the tensor to the GPU first, or remove the move to the CPU.
     Source: "cpu ops" in Scheduler.should_partition (torch/_inductor/scheduler.py).
     """
     for node, top in context.calls():
         if top != node.name:
             continue
-        if context.moved.get(node.name) == DEVICE_COPY and _made_there(context, node):
+        if context.moved.get(node.name) == DEVICE_COPY and _created_on_cpu(context, node):
             message = "a tensor is made on the CPU"
-        elif context.moved.get(node.name) == CPU_OPERATION and computes(node) and _takes_moved(context, node):
+        elif context.moved.get(node.name) == CPU_OPERATION and computes(node) and _reads_host_tensor(context, node):
             message = f"{operator(node)} runs on the CPU"
         else:
             continue
@@ -62,14 +62,14 @@ def _asserted(node: Node) -> bool:
     return all(user.target in TENSOR_ASSERTIONS for user in node.users)
 
 
-def _made_there(context: RuleContext, node: Node) -> bool:
-    """Returns whether a marker is for `device="cpu"` and not for a copy: its input is computed on the CPU."""
+def _created_on_cpu(context: RuleContext, node: Node) -> bool:
+    """Returns whether a marker comes from `device="cpu"`, not from a copy: its input is computed on the CPU."""
     return context.moved.get(node.all_input_nodes[0].name) == CPU_OPERATION
 
 
-def _takes_moved(context: RuleContext, node: Node) -> bool:
-    """Returns whether an operation uses a tensor on the CPU, at another source line than the one that put it there.  An operation
-    whose result is copied to the CPU does not count."""
+def _reads_host_tensor(context: RuleContext, node: Node) -> bool:
+    """Returns whether an operation reads a tensor that another source line put on the CPU.  Returns False if the operation's result
+    is copied to the CPU."""
     sources = [source for source in node.all_input_nodes if source.name in context.moved]
     host_copy = any(user.target is TO_HOST for user in node.users)
     return bool(sources) and not host_copy and not any(place(node)[0] and place(node)[0] == place(source)[0] for source in sources)
@@ -114,7 +114,7 @@ def several_devices(context: RuleContext) -> Iterable[Finding]:
     xpu.
     Why CUDA forbids it: a kernel reads the memory of its GPU, and PyTorch itself refuses such operations.
     Effect: no bundle can be built.
-    Fix: create tensors on the device of the others: `torch.arange(n, device=x.device)`.  A device that the module's
+    Fix: create tensors on the device of the other tensors: `torch.arange(n, device=x.device)`.  A device that the module's
     `__init__` chooses with `torch.cuda.is_available()` is "cpu" on a machine without a GPU.
     Source: TensorIterator's check of devices; check_multiple_devices_or_any_cpu_nodes in torch/_inductor/cudagraph_utils.py.
     """

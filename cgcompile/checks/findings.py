@@ -1,4 +1,4 @@
-"""Collects the findings of all programs, and refuses a build."""
+"""Collects the findings of all programs, and stops a build."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .randomness import with_moved_draws
 from .rules import RULES
 
 GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
-"""Rules without a meaning if everything runs on the host."""
+"""Rules that do not apply if everything runs on the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """The findings, in order of the rules, and by int_key the results for its program.  `placements` has the nodes that must run on
-    the host beside a GPU, with the reasons.  `functionalized` has the signature of the program's functional form."""
+    """The findings in the order of RULES, and mappings by int_key.  `placements`: the nodes that must run on the host in a bundle
+    for a GPU, with the reasons.  `functionalized`: the signature of the program's functional form."""
 
     findings: tuple[Finding, ...]
     placements: Mapping[IntKey, Mapping[str, str]]
@@ -107,12 +107,12 @@ def _check_program(
 
 
 def merged_findings(per_key: Mapping[IntKey, tuple[Finding, ...]], sizes: Mapping[str, tuple[int, ...]]) -> tuple[Finding, ...]:
-    """Merges the findings of several programs.  A finding that only some programs have names its int_keys.  The same operation has
-    different names in different programs.  So findings are equal if rule, message and source line are."""
+    """Merges the findings of several programs.  The message of a finding that only some programs have names their int_keys.  Names
+    of nodes differ between programs.  So two findings are the same if rule, message and source line are equal."""
     if len(per_key) == 1:
         return next(iter(per_key.values()))
     same: dict[tuple[str, str, str, str], dict[IntKey, list[Finding]]] = {}
-    for key, findings in reversed(list(per_key.items())):  # the largest int_key first: a report shows its regions
+    for key, findings in reversed(list(per_key.items())):  # the largest int_key first, because a report shows its regions
         for finding in findings:
             same.setdefault((finding.rule, finding.message, finding.where, finding.source), {}).setdefault(key, []).append(finding)
     order = {rule: place for place, rule in enumerate(rule.__name__ for rule in RULES)}
@@ -132,9 +132,8 @@ def _keys_text(keys: Sequence[IntKey], sizes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def refuse(checked: Checked, strict: bool, allow: Sequence[str], specialize: str) -> None:
-    """Raises check-refused if the findings stop a build.  These are findings of severity refuse, and with `strict` those of
-    severity host.  With specialize="shared", any operation on the host stops it.  Allowing such a rule with `allow` has no effect:
-    the error says so."""
+    """Raises check-refused for a finding of severity refuse, with `strict` also for one of severity host, and with
+    specialize="shared" for any operation on the host.  `allow` cannot permit such a finding: the error says so."""
     _refuse_findings(checked.findings, strict, allow)
     count = checked.on_host
     if count and specialize == "shared":

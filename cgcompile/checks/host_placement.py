@@ -1,8 +1,8 @@
 """Decides which operations of a program run on the host, and why.  The result is an input of the partitioner.
 
-Two kinds of operations without a finding run there too.  *data-dependent*: the value, size, strides or offset of an input or output
+Two kinds of operations run there without a finding.  *data-dependent*: the value, size, strides or offset of an input or output
 depends on data.  A graph cannot take such values, because its kernels have fixed grids and pointers.  *moved*: the user's code
-computes on the CPU, between two markers.
+runs the operation on the CPU, as the markers `to_host` and `to_device` show.
 
 Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`.
 """
@@ -35,13 +35,13 @@ Source: `data_dependent_nodes` in checks/host_placement.py.
 
 
 TENSOR_ASSERTIONS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
-"""Assertions about a tensor.  If it is on the host, they run there."""
+"""Assertions about a tensor.  They run on the host if the tensor is there."""
 
 
 def placements(
     graph: Graph, findings: Sequence[Finding], data_dependent: frozenset[str], moved: Mapping[str, str]
 ) -> dict[str, str]:
-    """Maps node names to rules, for the operations on the host.  Empty without findings of severity host."""
+    """Maps the names of the operations on the host to rules.  Returns {} if no finding has severity host."""
     causes = {finding.node: finding.rule for finding in findings if finding.severity == "host" and finding.node}
     if not causes:
         return {}
@@ -83,7 +83,7 @@ def data_dependent_nodes(graph: Graph) -> frozenset[str]:
 
 def moved_nodes(graph: Graph, weights: frozenset[str]) -> Mapping[str, str]:
     """Maps the names of operations that the user's code runs on the CPU to rules.  `weights` are names of placeholders.  An
-    operation without tensors, or with weights only, runs on the host if all its users do.  An unused copy does not count."""
+    operation without tensor inputs, or with weights only, runs on the host if all its users do.  Unused copies are ignored."""
     alive = _alive(graph)
     if not any(node.target is TO_HOST for node in alive):
         return {}
@@ -112,7 +112,7 @@ def _place(node: Node, places: Mapping[Node, str], weights: frozenset[str]) -> s
         return "device"
     sources = [source for source in node.all_input_nodes if has_tensor(source)]
     sides = {places[source] for source in sources}
-    if "host" not in sides or "device" in sides:  # PyTorch combines a scalar on the host with tensors on the device
+    if "host" not in sides or "device" in sides:  # a host scalar can be an operand of an operation on the device
         return "device" if "device" in sides else "free"
     return "host"
 

@@ -1,4 +1,4 @@
-"""Rules about operators that no graph supports at any size: listed by PyTorch, tagged by their authors, or named by the user."""
+"""Rules about operators, at any size: PyTorch lists them, their authors tag them, the user names them, or they lack code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .context import HOST, NOTE, REFUSE, RuleContext, all_calls, finding, operat
 aten = torch.ops.aten
 
 INCOMPATIBLE = frozenset({
-    "aten.fused_moving_avg_obs_fake_quant.default",  # what export makes of the next two
+    "aten.fused_moving_avg_obs_fake_quant.default",  # the form of the next two in an exported program
     "aten._fused_moving_avg_obs_fq_helper.default", "aten._fused_moving_avg_obs_fq_helper_functional.default",
     "fbgemm.dense_to_jagged.default", "fbgemm.jagged_to_padded_dense.default",
 })  # fmt: skip
@@ -36,8 +36,8 @@ SYNCHRONIZING = {
     "aten.linalg_eigh.default": "", "aten.linalg_eigvalsh.default": "", "aten.linalg_eig.default": "",
     "aten.linalg_eigvals.default": "", "aten.linalg_svd.default": "", "aten.linalg_svdvals.default": "",
 }  # fmt: skip
-"""Decompositions that wait for the GPU to check for failure (`_linalg_check_errors` in ATen).  The value is the function that does
-not wait, or "".  PyTorch's own lists do not contain them."""
+"""Matrix functions that wait for the GPU to check for failure (`_linalg_check_errors` in ATen).  The value is the function that
+does not wait, or "".  PyTorch's own lists do not contain them."""
 
 DETERMINISTIC_SCATTER = frozenset({
     "aten._unsafe_index_put.default", "aten._unsafe_masked_index_put_accumulate.default", "aten.index_put.default",
@@ -51,7 +51,7 @@ DETERMINISTIC_SCATTER = frozenset({
 INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default)
 
 WITHOUT_CODE, WITHOUT_KERNEL = "operator-without-code", "operator-without-kernel"
-"""Rules about missing code: on the host (`operators_without_code`), and when cross-compiled (offline/lower/coverage.py)."""
+"""Rules about operators without code: for the host (`operators_without_code`), and cross-compiled (offline/lower/coverage.py)."""
 
 PYTORCH = frozenset({"aten", "prim", "prims", "higher_order", "cgcompile", "inductor", "quantized_decomposed", "_c10d_functional"})
 """Namespaces of PyTorch's and cgcompile's operators.  Collectives have their own rule."""
@@ -87,7 +87,7 @@ def incompatible_operator(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: the operators in the lists INCOMPATIBLE and SYNCHRONIZING.
     Why CUDA forbids it: they wait for the GPU, or allocate an amount of memory that depends on data.
-    Effect: it runs on the host.  A matrix decomposition refuses the build, because the code of a host region cannot call it.
+    Effect: it runs on the host.  A matrix decomposition stops the build, because the code of a host region cannot call it.
     Fix: convert the quantized model (`convert_fx`, `convert_pt2e`); pad jagged tensors; use functions that do not wait, such as
     `torch.linalg.inv_ex`.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py; _linalg_check_errors in ATen's BatchLinearAlgebra.cpp.
@@ -208,10 +208,10 @@ def quantized_weights(context: RuleContext) -> Iterable[Finding]:
     """A model whose weights are stored in fewer bits than the dtype of its calls.
 
     What it looks for: the attribute `quantization` of the model, which `--weights int8` sets.
-    Why: its results differ from those of the folder's weights.
-    Effect: the self-test compares with eager PyTorch and the same quantized weights.  The finding says how far the results are from
-    those of the folder's weights.
-    Fix: none needed; without `--weights` the bundle has the folder's weights.
+    Why: its results differ from those of the original weights.
+    Effect: the self-test compares with eager PyTorch and the same quantized weights.  The finding gives the difference from the
+    results of the original weights.
+    Fix: none needed; without `--weights` the bundle has the original weights.
     Source: language_models/kernels/int8_network.py.
     """
     quantization = getattr(context.exported.source.model, "quantization", None)
@@ -232,7 +232,7 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
     Fix: write it with torch.library.custom_op and PyTorch's own operations, or remove it from the model.
     Source: transforms/inlining.py, which traces the other operators.
     """
-    # `on_host` has the names of the nodes that run on the host; None means all nodes
+    # `on_host`: the names of the nodes that run on the host, None for all nodes
     foreign = {op for op in custom_operators(program) if op._schema.name not in OURS}  # PyTorch can trace ours
     if not foreign:
         return

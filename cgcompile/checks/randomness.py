@@ -18,11 +18,11 @@ from ..transforms.rng.rewrite import can_rewrite, drawn, draws, generator_buffer
 from .context import NOTE, REFUSE, RuleContext, Severity, finding, operator
 
 INSIDE = "inside this operator only a cross-compiled graph can draw"
-"""Compiled code for a CPU that draws inside such an operator had a segmentation fault (AOTInductor, torch 2.13)."""
+"""AOTInductor's code for a CPU crashed with a segmentation fault if such an operator drew random numbers (torch 2.13)."""
 
 
 def with_moved_draws(findings: Sequence[Finding], placed: Collection[str], program: ExportedProgram) -> tuple[Finding, ...]:
-    """Changes the findings of draws inside branches and loops in `placed`, which run on the host, to severity refuse."""
+    """Changes findings about random numbers inside branches and loops in `placed`, which run on the host, to severity refuse."""
     moved = {node.name for node in program.graph.nodes if is_conditional(node) and node.name in placed}
     return tuple(
         [
@@ -41,8 +41,8 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
     Why CUDA cares: a bundle without torch has no generator to register with a graph, and would repeat its numbers.  So the program
     computes the numbers itself, from a seed and a count of its calls in its state.
     Effect: every call and every iteration of a loop has new numbers, which differ from PyTorch's; `program.seed(n)` repeats them.
-    Other operators (poisson, binomial, gamma) and the user's generators are refused.  So are operators inside of scan or map, and
-    inside of branches and loops that run on the host, and a model that calls a saved program which also draws numbers.
+    Other operators (poisson, binomial, gamma) and the user's generators are refused.  Random operators inside of scan or map, or
+    of a branch or loop on the host, are refused too.  So is a model that draws numbers and calls a saved program that also does.
     Fix: none needed; call `model.eval()` if the dropout is not intended.  Otherwise pass the random tensor as an input.
     Source: torch.Tag.nondeterministic_seeded; torch.cuda.CUDAGraph.register_generator_state; transforms/rng.
     """
@@ -69,7 +69,7 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
 
 
 def _obstacle(node: Node, top: str) -> str:
-    """Says why a random operator cannot be rewritten."""
+    """Returns why a random operator cannot be rewritten."""
     if top != node.name:
         return INSIDE
     if node.target in supported():
@@ -81,7 +81,7 @@ def rng_state_operation(context: RuleContext) -> Iterable[Finding]:
     """Operators that save or restore the state of a random generator, as activation checkpointing does.
 
     What it looks for: the higher-order operators run_and_save_rng_state and run_with_rng_state, and their graph-safe versions.
-    Why CUDA forbids it: the state is read and set on the CPU, which waits for the GPU; a replay does not do that.
+    Why CUDA forbids it: the CPU reads and sets the state, and waits for the GPU; a replay runs no CPU code.
     Effect: no bundle can be built.
     Fix: inference needs no activation checkpointing: call `model.gradient_checkpointing_disable()`, or the module without the
     checkpoint.
@@ -99,7 +99,7 @@ def training_mode(context: RuleContext) -> Iterable[Finding]:
     """A model in training mode with dropout or batch normalization, which behave differently in training.
 
     What it looks for: `module.training` and modules of these kinds.
-    Why it matters: they are built in training mode (random-operation, mutated-buffer), which is rarely intended for inference.
+    Why it matters: these modules are built in training mode (random-operation, mutated-buffer), which inference rarely needs.
     Effect: information; see the other findings.
     Fix: leave `--train` out (`train=True` in Python): without it the build uses eval().
     Source: torch.nn.Module.eval.

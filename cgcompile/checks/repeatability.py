@@ -1,4 +1,4 @@
-"""Rules about results that change from call to call in eager PyTorch.  A bundle would always return the first one."""
+"""Rules about results that change from call to call in eager PyTorch.  A bundle would return the first result in every call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def python_random(context: RuleContext) -> Iterable[Finding]:
     """Random numbers that forward() draws from Python or NumPy: `random.random()`, `numpy.random.rand()`, a `default_rng`.
 
     What it looks for: generators whose state changes in a call: the global ones, and those in attributes of the model.  Then the
-    model is called with other numbers, also with the smallest and the largest that can be drawn.
+    model is called with other numbers, also with the smallest and the largest possible number.
     Why CUDA forbids it: a replay runs no Python, and torch.export stores the number as a constant of its program.
     Effect: no bundle can be built: every call would have the number of the export.  If the numbers change no result (layerdrop,
     outside of training), it is only a note.
@@ -56,10 +56,10 @@ def unrepeatable_result(context: RuleContext) -> Iterable[Finding]:
     """A model with different results for the same inputs and the same seed of torch.
 
     What it looks for: two calls in eager PyTorch on the CPU whose results differ by more than rounding.
-    Why CUDA forbids it: a bundle has the same result every time, and the build cannot know which of the two is right.
+    Why CUDA forbids it: a bundle has the same result every time, and the build cannot know which of the two results is right.
     Effect: no bundle can be built.
-    Fix: remove sources of other values: uninitialized memory (`torch.empty`), random bytes of the system (`uuid`, `secrets`, an
-    unseeded `default_rng()`), the order of a set; or pass the value as an input.
+    Fix: remove what changes from call to call: uninitialized memory (`torch.empty`), random bytes of the system (`uuid`, `secrets`,
+    an unseeded `default_rng()`), the order of a set; or pass the value as an input.
     Source: model/nondeterminism.
     """
     for obstacle in context.obstacles("unrepeatable-result"):
@@ -73,11 +73,11 @@ def earlier_calls(context: RuleContext) -> Iterable[Finding]:
     """Results that depend on earlier calls: an attribute that one call sets from its inputs and a later call reads, a counter in
     Python, a global variable.
 
-    What it looks for: a fresh process creates the model and calls it with new inputs A, B and A again at every int_key, then at all
+    What it looks for: a new process creates the model and calls it with new inputs A, B and A again at every int_key, then at all
     int_keys in reverse order.  Every call is compared with the exported program.
     Why CUDA forbids it: a replay runs no Python.  The Python state stays as it was at the build.
-    Effect: no bundle can be built.  An attribute that depends only on shapes, dtypes or weights changes no result, and is
-    accepted.
+    Effect: no bundle can be built.  An attribute that depends only on shapes, dtypes or weights is accepted, because it changes no
+    result.
     Fix: compute the value in every call, or keep it in a buffer: `self.register_buffer(name, torch.zeros(()))`.  If the model draws
     its parameters in its first call, as gpytorch's ApproximateGP does, call it once before the build.
     Source: model/nondeterminism/fresh_process.py and pipeline/sequences.py.
@@ -93,8 +93,8 @@ def earlier_calls(context: RuleContext) -> Iterable[Finding]:
 def widened_bound(prepared: Prepared) -> Iterable[Finding]:
     """An output that may differ from eager PyTorch by more than its dtype's bound, because eager PyTorch itself is less exact.
 
-    What it looks for: a second run of eager PyTorch with float32 inputs changed by a rounding step; on a GPU also an unchanged run,
-    and one without TF32.
+    What it looks for: a second run of eager PyTorch with float32 inputs changed by a rounding step; on a GPU also a repeated run,
+    and a run without TF32.
     Why it matters: the verification of a bundle uses this bound (`cgcompile inspect` shows it), and a wider bound detects fewer
     defects.
     Effect: information.  Some results have few exact digits: the small difference of two large numbers, or a result that the model

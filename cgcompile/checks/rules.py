@@ -1,9 +1,9 @@
 """The table of all rules.
 
-To add one, write a function of a RuleContext in the file of its group, and list it in RULES.  `mutated_buffer` makes findings of
-rule "mutated-buffer".  Its docstring has the paragraphs of the other rules ("What it looks for", "Why", "Effect", "Fix", "Source"),
-from which `make docs` writes the page of findings.  A finding of severity HOST moves its node to the host.  Nodes are those of
-torch.export before decomposition: `x.double()` is aten.to, not aten._to_copy.  Add a model for which the rule fires, and one for
+To add a rule, write a function of a RuleContext in the file of its group, and list it in RULES.  The function `mutated_buffer` is
+the rule "mutated-buffer".  The docstring needs the paragraphs "What it looks for", "Why", "Effect", "Fix" and "Source", from which
+`make docs` writes the page of findings.  A finding of severity HOST moves its node to the host.  Nodes are those of torch.export
+before decomposition: `x.double()` is aten.to, not aten._to_copy.  Add a model for which the rule yields a finding, and one for
 which it does not, to tests/cpu/checks/test_checks.py.
 """
 
@@ -58,7 +58,7 @@ RULES: tuple[Rule, ...] = (
     sizes.non_tensor_input,
     randomness.training_mode,
 )
-"""Refusals come first: a build reports the first finding."""
+"""Rules that refuse come first, because a build reports the first finding."""
 
 
 def name(rule: Rule) -> str:

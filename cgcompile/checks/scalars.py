@@ -56,8 +56,8 @@ def selects(node: Node) -> bool:
 def assert_scalar(context: RuleContext) -> Iterable[Finding]:
     """An assertion about a number that depends on data.
 
-    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`.  Assertions at a line that reads the
-    number, or creates a size that depends on data, are not reported: that line has its own finding.
+    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`.  Assertions at a line that reads the number, or creates
+    a size that depends on data, are not reported, because another finding reports that line.
     Why CUDA forbids it: the CPU must read the number from the GPU and wait for it (host-scalar).
     Effect: none by itself: the assertion runs on the host with the number.
     Fix: none needed; `torch._assert_async` asserts in the graph, if the GPU is in this machine.
@@ -109,7 +109,7 @@ def asserted_value(context: RuleContext) -> Iterable[Finding]:
 
 
 def path(context: RuleContext) -> Iterable[Finding]:
-    """Python that branches on the value of a tensor. All paths are in the bundle.
+    """Python that branches on the value of a tensor.  All paths are in the bundle.
 
     What it looks for: Python reads the truth value of a tensor during the export (`if`, `while`, `and`, `assert`, a comparison of
     `.item()`).
@@ -142,13 +142,12 @@ def baked_weight(context: RuleContext) -> Iterable[Finding]:
 
 
 def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
-    """Python that branches on the value of a tensor, and whose paths cannot all be exported: `while error > bound:`,
-    `range(int(n))`.
+    """Python that branches on the value of a tensor, if not all paths can be exported: `while error > bound:`, `range(int(n))`.
 
     What it looks for: Python reads the truth value or the number of a tensor during the export, and there are more paths than
     --max-paths, or a path cannot be exported.
     Why CUDA forbids it: a graph is a fixed sequence of kernels, and torch.export records one path through Python.
-    Effect: no bundle can be built.  Other branches on data are notes: `path`, and `asserted-value` if one side fails.
+    Effect: no bundle can be built.  Other branches on data give notes: `path`, or `asserted-value` if one side fails.
     Fix: for a loop whose end depends on data (`range(int(n))`, `while`), use `torch.while_loop`, or `range(N)` with a `break`.  For
     a loop over selected elements (`for expert in hit.nonzero()`), loop over all elements, with weight 0 for those that are not
     selected.

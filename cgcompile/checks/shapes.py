@@ -26,10 +26,10 @@ FIXES = {
     "bincount": "torch.zeros(n).scatter_add_(0, x, torch.ones_like(x)) has a fixed size",
     "_pack_padded_sequence": "run the padded sequence, and mask what is behind each length",
 }
-"""By operator: what to write instead."""
+"""What to write instead, by operator."""
 
 CALLED = {"index": "indexing with a boolean mask", "_unique2": "unique", "_pack_padded_sequence": "packing a sequence"}
-"""By operator: its name in messages."""
+"""Names of operators in messages."""
 
 FIX = "pad to a fixed size, and pass a mask or a length as a tensor"
 
@@ -37,15 +37,15 @@ FIX = "pad to a fixed size, and pass a mask or a length as a tensor"
 def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
     """An operation whose result has a size that depends on the values of its inputs: nonzero, `x[mask]`, unique, bincount, ...
 
-    What it looks for: a value whose sizes, strides or offset have an unbacked symbol that no input of the operation has.  Also
+    What it looks for: a value whose sizes, strides or offset have an unbacked symbol that no input of the operation has, and
     outputs with such a size.
     Why CUDA forbids it: the host waits for the size to allocate the result and to set the grid of the next kernel; a
     recorded kernel has fixed addresses and a fixed grid.
     Effect: the operation and its users run on the host, until sizes are known again.  An output of this kind is computed in the
     graph, at the largest possible size.  A call returns it with its true size, and is never padded or chunked.  This works for
-    nonzero, where, masks as indices, masked_select, unique, unique_consecutive and torchvision's nms.  After them there may be
-    operators that compute each row by itself, sort, cat, sums, softmax and matrix products.  Other outputs are refused: sizes
-    without a bound (repeat_interleave with a tensor, bincount), rows in another order (flip), writes in place.
+    nonzero, where, masks as indices, masked_select, unique, unique_consecutive and torchvision's nms.  Their results may go
+    through operators that compute each row separately, sort, cat, sums, softmax and matrix products.  Other outputs are refused:
+    sizes without a bound (repeat_interleave with a tensor, bincount), rows in another order (flip), writes in place.
     Fix: use a mask instead of a selection; pad to a fixed size; return a length as a tensor.
     Source: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py; "unbacked binding ops" in Scheduler.should_partition,
     torch/_inductor/scheduler.py.

@@ -46,7 +46,7 @@ def too_many_keys(sizes: Mapping[str, tuple[int, ...]], limit: int) -> Iterable[
     What it looks for: the product of the sizes of the declared dimensions.
     Why it matters: every int_key is a recording of every graph region, with tables, a self-test, and seconds of build time.
     Effect: `cgcompile build` refuses, unless --max-keys is larger.
-    Fix: use fewer sizes: `cgcompile sizes` chooses those that waste the least padding for a log of requests.
+    Fix: use fewer sizes: `cgcompile sizes` chooses those that need the least padding for a log of requests.
     Source: PyTorch warns in the same place: cudagraph_dynamic_shape_warn_limit in torch/_inductor/config.py.
     """
     keys = prod(len(values) for values in sizes.values())
@@ -63,7 +63,7 @@ def small_region(nodes: Sequence[Node]) -> Iterable[Finding]:
     What it looks for: operations that the partitioner merged into a host region: a few kernels between two host regions.
     Why it matters: a graph costs a launch, copies and a wait for the GPU; a few small operations cost less on the host.
     Effect: none on results.
-    Fix: none needed; remove the obstacles around it to remove the host regions.
+    Fix: none needed; to remove the host regions, fix the findings of severity host around these operations.
     Source: SMALL in cgcompile/partition/split.py; cudagraph_min_partition_size in torch/_inductor/config.py.
     """
     count = f"{len(nodes)} operation{'' if len(nodes) == 1 else 's'}"

@@ -20,7 +20,7 @@ from .shapes import outputs
 
 CLONE = "clone the input before writing, and return the result"
 LISTED = 3
-"""Number of buffers that a finding names."""
+"""The number of buffers that a finding names."""
 
 RETURN = "return the new value as an output, and pass it in as an input"
 
@@ -48,7 +48,7 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
 
 
 def _grouped(writes: list[tuple[str, Node | None]]) -> list[tuple[str, Node | None]]:
-    """Returns texts and writers of buffers that one source line writes to.  Many buffers, as in an optimizer, give one text."""
+    """Returns (text, writing node) for the buffers that one source line writes to.  Many buffers, as in an optimizer, share one."""
     names = [name for name, _ in writes]
     if len(names) <= LISTED + 1:
         return [(f"the buffer {name}", writer) for name, writer in writes]
@@ -90,9 +90,9 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
     """An input that forward() writes to.
 
     What it looks for: inputs that get new values in the functional form of the program.
-    Why CUDA cares: a graph writes to its static copy, which the runtime copies back to the caller's tensor.
-    Effect: the runtime copies the input back after the graph.  Calls are neither padded nor chunked.  An input whose elements share
-    memory with each other or with another input is refused, because a write would change other elements too.
+    Why CUDA cares: a graph writes to a static buffer with a copy of the input.
+    Effect: the runtime copies the buffer back to the caller's tensor.  Calls are neither padded nor chunked.  An input whose
+    elements share memory with each other or with another input is refused, because a write would change other elements too.
     Fix: none needed; or clone the input before writing, and return the result.
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
@@ -142,9 +142,9 @@ def overlapping_input(context: RuleContext) -> Iterable[Finding]:
 def aliased_output(context: RuleContext) -> Iterable[Finding]:
     """An output that is an input or a weight, or a view of one.
 
-    What it looks for: outputs of the program that share memory with one of its inputs, before anything is lowered.
+    What it looks for: outputs of the exported program that share memory with one of its inputs or weights.
     Why CUDA cares: the inputs of a graph are in static buffers, which the next call overwrites.
-    Effect: the output shares memory with the caller's tensor, the weight or the state.  A write to one also changes the other.
+    Effect: the output shares memory with the caller's tensor, the weight or the state.  A write to either also changes the other.
     Fix: none needed; clone it in forward() if you need a separate tensor.
     Source: OutputAliasInfo in torch/_inductor/cudagraph_trees.py.
     """
@@ -153,9 +153,9 @@ def aliased_output(context: RuleContext) -> Iterable[Finding]:
     for node, name in outputs(context):
         for storage in _storages(node):
             if storage in owners:
-                kind = _kind(context, owners[storage].name, owners[storage].name in weights)
+                owner = _owner_text(context, owners[storage].name, owners[storage].name in weights)
                 yield finding(
-                    "aliased-output", NOTE, f"the output {name!r} shares memory with {kind}", node,
+                    "aliased-output", NOTE, f"the output {name!r} shares memory with {owner}", node,
                     "a call returns a view of it, as in eager PyTorch, not a copy",
                     "none needed; or clone it in forward() for a tensor that nothing else changes",
                 )  # fmt: skip
@@ -167,8 +167,8 @@ def _storages(node: Node) -> Iterator[int]:
         yield value.untyped_storage()._cdata
 
 
-def _kind(context: RuleContext, placeholder: str, weight: bool) -> str:
-    """Says what an output shares memory with."""
+def _owner_text(context: RuleContext, placeholder: str, weight: bool) -> str:
+    """Names the input, weight or buffer that an output shares memory with."""
     if not weight:
         return f"the input {_input_name(context, placeholder)!r}"
     target = weight_placeholders(context.program)[placeholder]
@@ -177,14 +177,13 @@ def _kind(context: RuleContext, placeholder: str, weight: bool) -> str:
 
 
 def _input_name(context: RuleContext, placeholder: str) -> str:
-    """Returns the user's name of an input."""
     user = [name for name in context.program.graph_signature.user_inputs if isinstance(name, str)]
     leaves = context.exported.flat.like.leaves
     return leaves[user.index(placeholder)][0] if placeholder in user and len(user) == len(leaves) else placeholder
 
 
 def _shared(context: RuleContext, placeholder: str) -> str:
-    """Names the example input that shares memory with an input, which may be the input itself.  "" if there is none."""
+    """Returns a text that names the example input that shares memory with an input, or "".  It can be the input itself."""
     user = list(context.functionalized.user_inputs)
     leaves = context.exported.flat.like.leaves
     reaches = [

@@ -1,5 +1,5 @@
-"""Splits a program into blocks.  A block has straight parts, and between them `torch.cond` and `torch.while_loop` with blocks as
-bodies.  Each straight part is lowered as a module of its own.  Pure FX; the input graphs are not changed.
+"""Splits a program into blocks.  A block consists of straight parts, which have no control flow, and between them `torch.cond` and
+`torch.while_loop`, whose bodies are blocks.  Each straight part is lowered as a separate module.  The input graphs are not changed.
 
 Private interfaces (torch 2.11, 2.13): the order of these operators' arguments.
 """
@@ -25,7 +25,7 @@ Operand = str | int | float | bool | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straight:
-    """Operations in order.  `outputs`: the names of the values that later parts of the block need."""
+    """Operations in order, without branches and loops.  `outputs`: the names of the values that later parts of the block need."""
 
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
@@ -44,7 +44,7 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Switch:
-    """Nested `torch.cond` operators, each in the false branch of the one before, that compare one value with constants.  `choice`
+    """Nested `torch.cond` operators, each in the false branch of the previous one, that compare one value with constants.  `choice`
     names a uint8 value: the number of the body that runs, from 0.  `operands` has one tuple per body."""
 
     name: str
@@ -69,7 +69,7 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A graph.  `parts` are in order; the first and the last one are straight.  `inputs` and `outputs` name values.  `source`: the
+    """A graph.  `parts` are in order; the first and the last part are straight.  `inputs` and `outputs` name values.  `source`: the
     original graph.  `module`: a copy in which predicates are bool tensors and choices are uint8 tensors."""
 
     source: GraphModule
@@ -88,7 +88,7 @@ def has_conditionals(module: GraphModule) -> bool:
 
 
 def blocks(module: GraphModule, *, layers: bool = False) -> Block:
-    """Builds the block of a graph.  `layers`: each of many equal layers becomes a straight part of its own."""
+    """Builds the block of a graph.  `layers`: also cut the straight parts between equal layers (`layers.pieces`)."""
     return _block(module, _copied(module), layers)
 
 
@@ -112,10 +112,10 @@ def _block(source: GraphModule, module: GraphModule, layers: bool) -> Block:
             straight[-1].append(node)
     (output,) = module.graph.find_nodes(op="output")
     groups = [pieces(nodes) if layers else [nodes] for nodes in straight]
-    crossing = _crossing_nodes([group for cut in groups for group in cut], conditionals, output)
+    crossing = _crossing_nodes([group for straight_groups in groups for group in straight_groups], conditionals, output)
     parts: list[Part] = []
-    for number, cut in enumerate(groups):
-        for group in cut:
+    for number, straight_groups in enumerate(groups):
+        for group in straight_groups:
             outputs = [node for node in group if node in crossing]
             crossing.difference_update(outputs)  # if several parts compute a value, the first one returns it
             parts.append(Straight(nodes=tuple(group), outputs=tuple([node.name for node in outputs])))
@@ -134,7 +134,7 @@ def _block(source: GraphModule, module: GraphModule, layers: bool) -> Block:
 
 
 def straight_module(block: Block, part: Straight, outputs: Sequence[Operand], takes: Sequence[str] = ()) -> GraphModule:
-    """Returns a module with the operations of a part, for `outputs`.  Its inputs are the values that it needs and those of
+    """Returns a module with the operations of a part, which returns `outputs`.  Its inputs are the values that it needs, and
     `takes`."""
     graph, attributes = Graph(), {}
     new_nodes: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def taken(module: GraphModule) -> tuple[str, ...]:
 
 
 def needed_after(block: Block, more: Iterable[Operand] = ()) -> list[set[str]]:
-    """For each part, the names of the values that the parts after it or the block's outputs need.  `more` counts as outputs too."""
+    """Returns, for each part, the names of the values that later parts or the block's outputs need.  `more`: further outputs."""
     names = {operand for operand in (*block.outputs, *more) if isinstance(operand, str)}
     needed: list[set[str]] = []
     for part in reversed(block.parts):

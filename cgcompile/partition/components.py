@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def components(count: int, edges: Iterable[tuple[int, int]], together: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Groups operations 0 to `count` - 1 into components, ordered so that every edge (earlier, later) is respected.
+    """Groups operations 0 to `count` - 1 into components.  Their order respects every edge (earlier, later).
 
     The members of each entry of `together` are in one component.  So are the operations on a path of edges between two of them,
     because a region cannot be left and entered again.  With each entry as a cycle, these are the strongly connected components
@@ -62,7 +62,7 @@ def _strongly_connected(after: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _ordered(components: Sequence[tuple[int, ...]], after: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
-    """Sorts components topologically.  Of those whose predecessors are done, takes the one whose first operation comes first."""
+    """Sorts components topologically.  If several can be next, takes the component whose first operation comes first."""
     component_of = {member: number for number, component in enumerate(components) for member in component}
     readers = [
         {component_of[reader] for member in component for reader in after[member]} - {number}

@@ -11,13 +11,13 @@ from torch.fx import GraphModule
 from .split import Partition, PlannedRegion
 
 CALL = "call"
-"""Stands for the caller, which provides the inputs and receives the outputs.  Its tensors are on the device."""
+"""The name of the caller, which provides the inputs and receives the outputs.  Its tensors are on the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crossing:
     """A value that one region computes and another reads.  `source` and `target`: names of regions, or CALL.  `nbytes`: its size at
-    the key.  `copied`: the value is copied between host and device here.  No value is copied twice in the same direction."""
+    the int_key.  `copied`: this crossing copies it between host and device.  A value is copied only once in each direction."""
 
     value: str
     source: str
@@ -27,16 +27,16 @@ class Crossing:
 
 
 def crossings(partition: Partition, modules: Sequence[GraphModule]) -> tuple[Crossing, ...]:
-    """Returns every value that crosses, ordered by target region.  `modules` are the `region_modules` at the key."""
-    maker = {name: region for region in partition.regions for name in region.outputs}
+    """Returns every value that crosses, ordered by target region.  `modules` are the `region_modules` at the int_key."""
+    producer = {name: region for region in partition.regions for name in region.outputs}
     input_names = (*partition.inputs, *partition.state)
-    sides = {(name, "graph") for name in input_names} | {(name, region.kind) for name, region in maker.items()}
+    sides = {(name, "graph") for name in input_names} | {(name, region.kind) for name, region in producer.items()}
     bytes_of = _bytes(partition, modules)
     rows = []
     targets = [(region.name, region.kind, region.inputs) for region in partition.regions]
     for target, kind, values in [*targets, (CALL, "graph", tuple(dict.fromkeys(partition.outputs)))]:
         for value in values:
-            source = maker[value].name if value in maker else CALL
+            source = producer[value].name if value in producer else CALL
             if source != target:
                 copied = (value, kind) not in sides
                 rows.append(Crossing(value=value, source=source, target=target, nbytes=bytes_of[value], copied=copied))
@@ -61,7 +61,7 @@ def _bytes(partition: Partition, modules: Sequence[GraphModule]) -> dict[str, in
 
 
 def effect_of(partition: Partition, node: str) -> str:
-    """The effect of a finding about the operation `node` of the program: where it runs, as a sentence."""
+    """Returns the effect of a finding about the operation `node` of the program: a text that says where it runs."""
     regions = [region for region in partition.regions if node in region.nodes]
     if not regions:
         return "nothing is computed for it when the program is replayed"

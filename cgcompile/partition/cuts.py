@@ -1,14 +1,14 @@
 """Cuts operations of two kinds, with dependencies, into the fewest alternating layers.  Pure Python.
 
 **The minimum.**  Number the layers from 1 and fix the kind of the first layer; the kinds alternate after it.  Give every operation
-the smallest number that its kind allows and that is not below those of its dependencies (`_earliest`).  By induction, no valid
-numbering gives a smaller number.  So the largest number is the fewest layers for this first kind.  The minimum is the better of the
-two first kinds.  (If the first layer stays empty, no numbering starts with that kind.)
+the smallest number that its kind allows and that is not below the numbers of its dependencies (`_earliest`).  By induction, no
+valid numbering gives an operation a smaller number.  So the largest number is the smallest count of layers for this first kind.
+Try both first kinds, and take the smaller count.  (If the first layer stays empty, no numbering starts with that kind.)
 
-**The choice among minimal ones.**  `_settle` goes backwards.  Each operation takes the largest number that is not above those of
-its readers, nor above the layer that the original order had reached.  An operation of kind "either" takes a graph layer if its
-range has one.  An operation of kind "host" takes its smallest number: host operations that read the same values are best in one
-layer.  This is greedy: another choice may have one operation of kind "either" fewer on the host.
+**The choice between minimal numberings.**  `_settle` goes backwards.  Each operation takes the largest number that is not above
+the numbers of its readers, nor above the largest `_earliest` number up to its position in the program.  An operation of kind
+"either" takes a graph layer if its range has one.  An operation of kind "host" takes its smallest number, so that host operations
+that read the same values are in one layer.  This is greedy: another choice may have fewer operations of kind "either" on the host.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def cut(
 ) -> tuple[Layer, ...]:
     """Returns the fewest layers that alternate between graph and host and respect `edges`, pairs (earlier, later) of positions.
 
-    `small`: a graph layer between two host layers that weighs less moves to the host, the lightest first, while another graph is
-    left.  The first and the last layer stay, because the call's inputs and outputs cross there anyway.  Each operation of kind
-    "graph" weighs 1, or its entry of `weights`.  A copy to the host and back takes about 20 us, a small kernel 2 to 5 us.  Raises
-    ValueError for an edge that does not point forward.
+    `small`: a graph layer between two host layers that weighs less moves to the host.  The lightest layer moves first, and one
+    graph layer always remains.  The first and the last layer stay, because the call's inputs and outputs cross there anyway.
+    Each operation of kind "graph" weighs 1, or its entry of `weights`.  A copy to the host and back takes about 20 us, a small
+    kernel 2 to 5 us.  Raises ValueError for an edge that does not point forward.
     """
     before: list[list[int]] = [[] for _ in kinds]
     for earlier, later in edges:
@@ -76,8 +76,8 @@ def cut(
 
 
 def _best(kinds: Sequence[Kind], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> _Numbering:
-    """Returns the better numbering: fewer layers, fewer free operations on the host, nearer to the original order, then graph
-    first."""
+    """Returns the better numbering.  Compares, in this order: fewer layers, fewer free operations on the host, nearer to the
+    original order, graph first."""
     numberings = []
     sides: tuple[Side, Side] = ("graph", "host")
     for first in sides:

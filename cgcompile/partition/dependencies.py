@@ -1,7 +1,8 @@
-"""Dependencies of a program: the operations that run in one region, their edges, and the nodes that every reader recomputes.
+"""Dependencies of a program: the operations that run in exactly one region, their edges, and the nodes that are recomputed.
 
-Every host region that reads a data-dependent number or a tensor of data-dependent size *recomputes* it.  Such values never cross.
-Where memory is written to, a second computation could differ.  Such nodes are ordinary operations, in one region with all readers.
+Every host region that reads a data-dependent number or a tensor of data-dependent size *recomputes* it.  Such values never cross
+between regions.  A node that accesses written memory is not recomputed, because a second result could differ.  It is an ordinary
+operation, in one region with all its readers.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _needs(kinds: NodeKinds, recomputed: set[Node]) -> dict[Node, tuple[Node, ..
 def _assertions(
     kinds: NodeKinds, fixed: set[Node], needs: dict[Node, tuple[Node, ...]]
 ) -> dict[Node, tuple[frozenset[Node], tuple[Node, ...]]]:
-    """Returns the assertions that are recomputed.  A single operation must need all values that the assertion checks."""
+    """Returns the assertions that are recomputed: those whose checked values are all needed by a single operation."""
     together = [set(needs[node]) for node in kinds if needs[node] and kinds[node] is NodeKind.OPERATION]
     assertions = {}
     for node in kinds:
@@ -97,7 +98,7 @@ def _assertions(
 
 
 def _lists(nodes: Iterable[Node], kinds: NodeKinds) -> list[tuple[Node, ...]]:
-    """Pairs each operation that makes a list of tensors with the readers of the list.  A list cannot cross between regions."""
+    """Groups each operation that returns a list of tensors with the readers of the list.  A list cannot cross between regions."""
     return [
         (node, *[user for user in node.users if kinds[user] is NodeKind.OPERATION])
         for node in nodes

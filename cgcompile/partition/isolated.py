@@ -1,7 +1,7 @@
 """Isolated regions for one int_key: the input of graph recording and of the host compiler.
 
-A value that crosses is copied as bytes, so its region makes it contiguous.  A region returns no view of its inputs.  State and
-inputs that a region writes to are used by no other region.  A graph writes in place, the host returns new values.
+A value that crosses is copied as bytes, so the region that computes it makes it contiguous.  A region returns no view of its
+inputs.  No other region uses state and inputs that a region writes to.  A graph writes in place, the host returns new values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RegionModule:
     """A region at one int_key: `module(*inputs) -> tuple`, in the order of the names in `planned.inputs` and
     `planned.module_outputs`.
 
-    `passed_through`: for a host region that computes nothing, the name of the input that each output is.
+    `passed_through`: for a host region that computes nothing, the input that each output is; else {}.
     """
 
     planned: PlannedRegion
@@ -36,7 +36,7 @@ class RegionModule:
 
 
 def isolated_regions(program: ExportedProgram, partition: Partition, tensors: Sequence[torch.Tensor]) -> tuple[RegionModule, ...]:
-    """Returns the isolated regions in order.  `tensors` have the sizes of the key's inputs.  Raises inputs-unlike."""
+    """Returns the isolated regions in order.  `tensors` have the sizes of the int_key's inputs.  Raises inputs-unlike."""
     modules = region_modules(program, partition, tensors)
     on_host = {name for region in partition.regions if region.kind == "host" for name in region.inputs}
     return tuple([_isolated(region, module, on_host) for region, module in zip(partition.regions, modules, strict=True)])
@@ -45,12 +45,12 @@ def isolated_regions(program: ExportedProgram, partition: Partition, tensors: Se
 def eager_values(
     program: ExportedProgram, regions: Sequence[RegionModule], partition: Partition, tensors: Sequence[torch.Tensor], calls: int = 1
 ) -> list[dict[str, torch.Tensor]]:
-    """Runs the regions in eager PyTorch, host regions on the CPU, and returns for each call all values by name.
+    """Runs the regions in eager PyTorch, host regions on the CPU, and returns all values by name, one dict per call.
 
-    Inputs and state have the values from before the call.  The program's buffers are restored afterwards.
+    The returned inputs and state have their values from before the call.  The program's buffers are restored afterwards.
     """
     state = state_tensors(program, partition)
-    first = {name: copied(value) for name, value in state.items()}
+    initial = {name: copied(value) for name, value in state.items()}
     call_values = []
     try:
         with torch.no_grad():
@@ -59,12 +59,12 @@ def eager_values(
     finally:
         with torch.no_grad():
             for name, value in state.items():
-                put_back(value, first[name])
+                put_back(value, initial[name])
     return call_values
 
 
 def state_tensors(program: ExportedProgram, partition: Partition) -> dict[str, torch.Tensor]:
-    """Returns the buffers that the program's regions write to or that the host reads, by their placeholders' names."""
+    """Returns the buffers that regions write to, and those of `partition.state`, by their placeholders' names."""
     names, tensors = weight_placeholders(program), weight_tensors(program)
     used = {*partition.state, *[name for region in partition.regions for name in region.written]}
     return {name: tensors[target] for name, target in names.items() if name in used}
@@ -94,8 +94,8 @@ def _eager_call(
 
 def uploaded_values(partition: Partition) -> tuple[str, ...]:
     """The names of the values that the host computes and a graph or the caller reads.  They need memory on the GPU."""
-    taken = {name for region in partition.regions if region.kind == "graph" for name in region.inputs} | set(partition.outputs)
-    return tuple([name for region in partition.regions if region.kind == "host" for name in region.outputs if name in taken])
+    read = {name for region in partition.regions if region.kind == "graph" for name in region.inputs} | set(partition.outputs)
+    return tuple([name for region in partition.regions if region.kind == "host" for name in region.outputs if name in read])
 
 
 def _isolated(region: PlannedRegion, module: GraphModule, on_host: set[str]) -> RegionModule:
@@ -105,7 +105,7 @@ def _isolated(region: PlannedRegion, module: GraphModule, on_host: set[str]) -> 
         return RegionModule(
             planned=region, module=module, passed_through={name: node.name for name, node in zip(region.outputs, outs, strict=True)}
         )
-    for place, name in enumerate(region.outputs):  # the new values of `written`, which follow, are clones already
+    for place, name in enumerate(region.outputs):  # the new values of `written` follow, and are clones already
         if region.kind == "host" or name in on_host or _is_region_input(outs[place]):
             with module.graph.inserting_before(output):
                 outs[place] = module.graph.call_function(

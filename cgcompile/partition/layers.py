@@ -1,7 +1,7 @@
 """Equal layers of a program: where to cut between them, and which parts differ only in their weights.
 
 A layer is the operations of a numbered module, such as `layers.3` of a ModuleList.  torch.export records the module of every
-operation.  Indices that several layers read at are computed in each: Inductor must see their bounds in the graph that uses them.
+operation.  Every layer computes the index tensors that it uses, because Inductor must see their bounds in the same graph.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ NUMBERED = re.compile(r"^(.*?\.)??\d+(?=\.|$)")
 """Matches the path of the outermost numbered module."""
 
 MANY = 4
-"""The least number of equal consecutive layers that are cut apart.  Fewer are lowered together."""
+"""The smallest number of equal consecutive layers that are lowered separately.  Fewer are lowered together."""
 
 WHOLE = (torch.int32, torch.int64)
 """The dtypes of indices.  Comparisons of indices are bool."""
 
 VIEW, PRODUCT, ELEMENTS, OTHER = "view", "product", "elements", "other"
-"""Kinds of operations: a view, a product or a convolution, one that Inductor computes by element or reduction, any other."""
+"""Kinds of operations: a view; a matrix product or a convolution; elementwise operations and reductions of Inductor; others."""
 
 FUSED = {(ELEMENTS, ELEMENTS): 4, (PRODUCT, ELEMENTS): 4, (ELEMENTS, PRODUCT): 1}
-"""What it costs to cut between an operation and one that reads its result.  Inductor often fuses what follows a product, and seldom
-what precedes it."""
+"""The cost of a cut between an operation and a reader of its result, by their kinds.  Inductor often fuses a product with the next
+operation, and seldom with the previous one."""
 
 PRODUCTS = (
     "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "convolution", "linear", "matmul", "mm", "_grouped_mm", "_scaled_mm",
 )  # fmt: skip
 
 RESHAPES = ("flatten", "reshape", "unflatten", "_unsafe_view")
-"""Operations that usually give a view."""
+"""Operators that usually return a view."""
 
 INDEXING = (
     "embedding", "gather", "index", "index_add", "index_copy", "index_put", "index_select", "scatter", "scatter_add",
@@ -52,9 +52,9 @@ FEW = 1 << 16
 
 
 def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Cuts every one of MANY or more consecutive equal layers at the same place.  So the pieces between two cuts are equal; a piece
-    may have the end of one layer and the beginning of the next.  Every piece also has the operations that compute its indices.
-    Returns one piece if there are no such layers."""
+    """Cuts each of MANY or more consecutive equal layers at the same position.  So the pieces between two cuts are equal.  A piece
+    may have the end of one layer and the beginning of the next, and also has the operations that compute its indices.  Returns one
+    piece if there are no such layers."""
     layers = [(layer, list(rows)) for layer, rows in groupby(_with_layers(nodes), key=lambda row: row[0])]
     alike = [(bool(layer), tuple([str(node.target) for _, node in rows])) for layer, rows in layers]
     cut: list[list[Node]] = [[]]
@@ -76,7 +76,7 @@ def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def has_equal_layers(module: GraphModule) -> bool:
-    """Whether `pieces` cuts the operations of a graph.  Not if it has complex numbers: only real tensors cross between parts."""
+    """Whether `pieces` cuts the operations of a graph.  False if it has complex numbers: only real tensors cross between parts."""
     values = [leaf for node in module.graph.nodes for leaf in tree_leaves(node.meta.get("val"))]
     if any(isinstance(value, torch.Tensor) and value.is_complex() for value in values):
         return False
@@ -85,8 +85,8 @@ def has_equal_layers(module: GraphModule) -> bool:
 
 def best_cut(layers: Sequence[Sequence[Node]]) -> int:
     """Returns the position in a layer before which a cut separates the fewest operations that Inductor would compute in one kernel,
-    for example behind the attention.  A cut between two layers would keep the sum of one from the norm of the next.  If costs are
-    equal, the fewest values cross the cut.  `layers`: the operations of three consecutive equal layers."""
+    for example after the attention.  A cut between two layers would separate the last sum of one layer from the norm of the next.
+    If costs are equal, the fewest values cross the cut.  `layers`: the operations of three consecutive equal layers."""
     nodes = [node for layer in layers for node in layer]
     numbers = {node: number for number, node in enumerate(nodes)}
     apart = _apart(nodes, numbers)
@@ -106,8 +106,8 @@ def best_cut(layers: Sequence[Sequence[Node]]) -> int:
 
 
 def _apart(nodes: Sequence[Node], numbers: Mapping[Node, int]) -> dict[Node, int]:
-    """Returns, for every operation, the operations that cannot be in its kernel, because a product or another kernel lies between
-    them.  An integer is a set: it has a bit for every number."""
+    """Returns, for every operation, the operations that cannot be in its kernel, because a product or an operation of kind OTHER
+    lies between them.  Each set is an integer with a bit for every number."""
     before: dict[Node, int] = {}
     apart: dict[Node, int] = {}
     for node in nodes:
@@ -155,7 +155,7 @@ def _with_indices(part: Sequence[Node], nodes: Sequence[Node], indices: set[Node
 
 
 def _indices(nodes: Sequence[Node]) -> set[Node]:
-    """Returns the operations that compute or compare small integer tensors and read nothing else."""
+    """Returns the operations that compute or compare small integer tensors, and read only such tensors and integers."""
     indices: set[Node] = set()
     for node in nodes:
         value, target = node.meta.get("val"), node.target
@@ -184,8 +184,8 @@ def _with_layers(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
 
 
 def form(module: GraphModule, arguments: Mapping[str, Hashable]) -> Hashable:
-    """Returns a key that is equal for graphs that compute the same.  It has the operations in order and `arguments`' value for
-    every input, by name.  Attribute tensors are equal if they are the same object."""
+    """Returns a key.  Graphs with equal keys compute the same.  It has the operations in order, and for every input its value in
+    `arguments`, which maps names.  Attribute tensors are equal if they are the same object."""
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 
     def text(value: Any) -> str:

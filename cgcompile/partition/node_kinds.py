@@ -55,7 +55,7 @@ SCALAR_CHECKS = (
 """Assertions about numbers."""
 
 TENSOR_CHECKS = (aten._assert_tensor_metadata.default,)
-"""Assertions about dtype, layout and device.  The signature guarantees them; on another device than export's they would fail."""
+"""Assertions about dtype, layout and device.  They are dropped: the signature guarantees them, and they fail on other devices."""
 
 NodeKinds = dict[Node, NodeKind]
 
@@ -99,7 +99,7 @@ def returned_nodes(program: ExportedProgram) -> tuple[Node, ...]:
 
 
 def _place(node: Node) -> str:
-    """The user's source line that a node comes from, such as "model.py:12", or ""."""
+    """Returns the user's source line from which a node comes, such as "model.py:12", or ""."""
     return place(node)[0]
 
 
@@ -116,7 +116,7 @@ def _of_call(node: Node, kinds: NodeKinds) -> NodeKind:
     if value is not None and unbacked(value):
         return NodeKind.DATA_DEPENDENT
     if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
-        # torch knows the value of a number that an assertion fixes, but only the data shows whether the assertion holds
+        # an assertion can tell torch the value of a number from data; but it can fail, so the number still depends on data
         read = node.target is aten.item.default or any(kinds[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
         return NodeKind.DATA_DEPENDENT if read else NodeKind.NUMBER
     return NodeKind.OPERATION
@@ -149,7 +149,7 @@ def inner_modules(node: Node, module: GraphModule) -> Iterator[GraphModule]:
 
 
 def needs_host(node: Node, module: GraphModule) -> str:
-    """Returns why an operation can be in no CUDA graph, whatever the checks say, or ""."""
+    """Returns why an operation cannot be in a CUDA graph, even if no rule placed it on the host, or ""."""
     if marker(node) == "to_host":
         return "a copy to the host"
     if not higher_order(node):
@@ -168,7 +168,7 @@ def needs_host(node: Node, module: GraphModule) -> str:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node only makes a view of its first input.  A few such operators copy it instead."""
+    """Whether a node only makes a view of its first input.  A few such operators, such as reshape, may copy it instead."""
     return bool(getattr(node.target, "is_view", False)) and not writes_to(node)
 
 
@@ -184,7 +184,7 @@ def is_free(node: Node) -> bool:
 
 
 NORMALIZATIONS = (aten.batch_norm.default, aten.instance_norm.default, aten.native_batch_norm.default)
-"""If argument 5 is true they write to the running statistics, arguments 3 and 4.  Their schemas do not say so."""
+"""If argument 5 is true, they write to the running statistics, arguments 3 and 4.  Their schemas do not declare these writes."""
 
 
 def writes_to(node: Node) -> tuple[Node, ...]:
@@ -207,7 +207,7 @@ def writes_to(node: Node) -> tuple[Node, ...]:
 
 
 def storages(value: Any) -> Iterable[int]:
-    """The identities of the storages of the tensors in a fake value."""
+    """Returns identities of the storages of the fake tensors in a value."""
     return [leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if type(leaf).__name__ == "FakeTensor" and _strided(leaf)]
 
 

@@ -1,4 +1,4 @@
-"""Regions as modules: for one int_key one module per region, with constant sizes and with weights under their names.
+"""Builds one module per region for an int_key.  Its sizes are constants, and its weights are attributes under their names.
 
 Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, for the shapes in the nodes' metadata.
 """
@@ -27,7 +27,7 @@ from .symbolic_sizes import Bindings, bindings, number
 from .writes import WriteConstraints, write_constraints
 
 KEPT = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "custom")
-"""Metadata about where a node comes from.  The other metadata uses export's symbols and is dropped."""
+"""Metadata about the origin of a node.  The other metadata uses export's symbols and is dropped."""
 
 DIRECT = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 """Higher-order operators whose arguments after their modules become the inputs of these modules."""
@@ -42,8 +42,8 @@ def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequ
 
     `module(*inputs) -> tuple`, in the order of the region's `inputs` and `module_outputs`.  Weights are attributes under their
     names in the program and share the program's tensors.  `meta["val"]` of a node of known size is a fake tensor of its shape,
-    strides and dtype at this key.  A region clones an input before it writes to it; a graph writes to inputs of the call in place.
-    Raises inputs-unlike.
+    strides and dtype at this int_key.  A region clones an input before it writes to it, but a graph writes in place to the inputs
+    in its `written`.  Raises inputs-unlike.
     """
     known = node_kinds(program)
     sizes = bindings(program, tensors)
@@ -53,8 +53,6 @@ def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequ
 
 
 class _ModuleBuilder:
-    """Builds the module of one region."""
-
     def __init__(
         self, program: ExportedProgram, known: NodeKinds, sizes: Bindings, writes: WriteConstraints, names: dict[str, Node]
     ) -> None:
@@ -114,8 +112,8 @@ class _ModuleBuilder:
         return self._described(self.graph.get_attr(target), node)
 
     def _call_higher_order(self, node: Node) -> Node:
-        """Copies the call.  Numbers become constants in its modules, because torch cannot export the operator with Python
-        numbers."""
+        """Copies the call.  Its number operands become constants in its modules, because torch cannot export the operator with
+        Python numbers."""
         modules = {
             source: specialized(getattr(self.program.graph_module, str(source.target)), self.sizes)
             for source in node.all_input_nodes
@@ -177,7 +175,7 @@ def number_of(node: Node, sizes: Bindings) -> Any:
 
 
 def specialized(module: GraphModule, sizes: Bindings) -> GraphModule:
-    """Copies a higher-order operator's module: sizes become constants, markers and decided checks are removed."""
+    """Copies a higher-order operator's module.  Sizes become constants; markers and TENSOR_CHECKS are removed."""
     copied = copy.deepcopy(module)
     for node in list(copied.graph.nodes):
         value = node.meta.get("val")
@@ -199,7 +197,7 @@ def specialized(module: GraphModule, sizes: Bindings) -> GraphModule:
 
 
 def _fill(module: GraphModule, values: Mapping[int, Any]) -> None:
-    """Removes inputs of `module`, given by their positions, and puts the values in their place."""
+    """Replaces inputs of `module` by values: `values` maps positions of inputs to values."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for index, value in values.items():
         _replace(placeholders[index], value)
@@ -225,7 +223,7 @@ def _without_constants(module: GraphModule) -> None:
 
 
 def _replace(node: Node, value: Any) -> None:
-    """Replaces every use of `node` by `value`, a node or a Python number."""
+    """Replaces `node` by `value`, a node or a Python number, in all its users."""
     for user in list(node.users):
         user.args = torch.fx.map_arg(user.args, lambda argument: value if argument is node else argument)
         user.kwargs = torch.fx.map_arg(user.kwargs, lambda operand: value if operand is node else operand)

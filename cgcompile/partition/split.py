@@ -1,4 +1,4 @@
-"""Splits an exported program, given placements, into as few alternating graph and host regions as the dependencies allow.
+"""Splits an exported program into as few alternating graph and host regions as the placements and dependencies allow.
 
 Private interfaces (torch 2.11, 2.13): `statically_known_true` of `torch.fx.experimental.symbolic_shapes`.
 """
@@ -96,9 +96,9 @@ class Partition:
 def partition(program: ExportedProgram, placements: Mapping[str, str], small: int = SMALL) -> Partition:
     """Returns the regions of `program`.  `placements`: the nodes that must run on the host, with the reasons.
 
-    Readers of data-dependent values, control flow, copies to the host, and nodes that writes tie to these run on the host too.  A
-    name in a module of a higher-order operator places the operator.  Raises node-unknown, program-unsupported,
-    data-dependent-output.
+    Readers of data-dependent values, control flow with an `obstacle`, copies to the host, and nodes that must be in one region with
+    these run on the host too.  A name in a module of a higher-order operator places the operator.  Raises node-unknown,
+    program-unsupported, data-dependent-output.
     """
     known = node_kinds(program)
     placed = _placed(program, known, placements)
@@ -132,7 +132,7 @@ def _placed(program: ExportedProgram, kinds: NodeKinds, placements: Mapping[str,
 
 
 def _reasons(program: ExportedProgram, kinds: NodeKinds, needed: Dependencies, placed: Mapping[Node, str]) -> dict[Node, str]:
-    """Returns why each operation that must be on the host is there.  Includes data-dependent nodes that the placements name."""
+    """Maps each operation that must be on the host to the reason.  Includes data-dependent nodes that the placements name."""
     reasons = {node: reason for node, reason in placed.items() if kinds[node] is NodeKind.DATA_DEPENDENT}
     for node in needed.nodes:
         dependent = [source for source in node.all_input_nodes if kinds[source] is NodeKind.DATA_DEPENDENT]
@@ -146,7 +146,7 @@ def _reasons(program: ExportedProgram, kinds: NodeKinds, needed: Dependencies, p
 
 
 def _narrowed(needed: Dependencies, reasons: Mapping[Node, str]) -> list[tuple[Node, Node]]:
-    """Pairs views with their larger source.  A region that has both can pass on only the view, which is smaller."""
+    """Pairs each view with its source if the source is larger.  A region that has both can pass on only the view."""
     operations = set(needed.nodes)
     pairs = [(node.all_input_nodes[0], node) for node in needed.nodes if is_view(node) and node not in reasons]
     return [(source, view) for source, view in pairs if source in operations and _elements_less(view, source)]
@@ -159,7 +159,7 @@ def _elements_less(view: Node, source: Node) -> bool:
 
 
 def _follow(grouped: Sequence[Sequence[int]], nodes: Sequence[Node], reasons: dict[Node, str]) -> None:
-    """Places a whole component on the host if one of its operations must be there."""
+    """Places all operations of a component on the host if one of them must be there."""
     for component in grouped:
         if any(nodes[member] in reasons for member in component):
             for member in component:
@@ -187,7 +187,8 @@ def _cut(
 
 
 def _kinds(members: Sequence[Sequence[Node]], edges: Iterable[tuple[int, int]], reasons: Mapping[Node, str]) -> list[Kind]:
-    """The kinds of the components.  A free one that only the host reads and no graph computes is "host", so it need not cross."""
+    """Returns the kinds of the components.  A free component is "host" if only the host reads it and it needs no value of a
+    graph."""
     kinds: list[Kind] = [
         "host" if component[0] in reasons else "either" if all(is_free(node) for node in component) else "graph"
         for component in members
@@ -220,7 +221,7 @@ def _partition(
     returned_weights = [node for node in dict.fromkeys(returned) if kinds[node] is NodeKind.WEIGHT]
     returning_layer = max([number for number, (kind, _) in enumerate(layers) if kind == "graph"], default=len(layers) - 1)
     layer_nodes = [needed.with_recomputed(nodes) for _, nodes in layers]
-    maker = {node: number for number, (_, nodes) in enumerate(layers) for node in nodes}
+    layer_of = {node: number for number, (_, nodes) in enumerate(layers) for node in nodes}
     order = {node: place for place, node in enumerate(program.graph.nodes)}
     outliving = needed.writes.outliving
     state = {node for node in outliving if kinds[node] is NodeKind.WEIGHT}
@@ -229,8 +230,8 @@ def _partition(
     merged: list[MergedGraph] = []
     for number, ((kind, layer_operations), nodes) in enumerate(zip(layers, layer_nodes, strict=True)):
         name = f"{kind}-{1 + sum(region.kind == kind for region in planned_regions)}"
-        leaving = {node for other, read in enumerate(reads) if other != number for node in read if maker.get(node) == number}
-        leaving |= {node for node in returned if maker.get(node) == number}
+        leaving = {node for other, read in enumerate(reads) if other != number for node in read if layer_of.get(node) == number}
+        leaving |= {node for node in returned if layer_of.get(node) == number}
         outputs = sorted(leaving, key=order.__getitem__) + (returned_weights if number == returning_layer else [])
         planned_regions.append(
             PlannedRegion(
@@ -239,7 +240,7 @@ def _partition(
                 reason=_reason([reasons[node] for node in nodes if node in reasons]) if kind == "host" else "",
                 nodes=_names(nodes),
                 operations=_names([node for node in nodes if _computes(node, kinds)]),
-                inputs=_names(sorted([node for node in reads[number] if maker.get(node) != number], key=order.__getitem__)),
+                inputs=_names(sorted([node for node in reads[number] if layer_of.get(node) != number], key=order.__getitem__)),
                 outputs=_names(outputs),
                 written=_names(sorted(_lasting_writes(nodes, needed.writes), key=order.__getitem__)),
             )
@@ -257,12 +258,12 @@ def _partition(
 
 
 def _lasting_writes(nodes: Sequence[Node], writes: WriteConstraints) -> set[Node]:
-    """The nodes whose memory `nodes` write to and that outlive the call."""
+    """Returns the inputs and weights whose memory `nodes` write to."""
     return {target for node in nodes for target in writes.written.get(node, ()) if target in writes.outliving}
 
 
 def value_of(node: Node) -> Node:
-    """Returns the node that computes a node's value.  to_device only renames its input; to_host computes a copy."""
+    """Returns the node that computes a node's value.  to_device returns its input; to_host computes a copy."""
     while marker(node) == "to_device":
         source = node.args[0]
         assert isinstance(source, Node)
@@ -271,7 +272,7 @@ def value_of(node: Node) -> Node:
 
 
 def _reads(nodes: Sequence[Node], kinds: NodeKinds, state: Collection[Node]) -> set[Node]:
-    """The tensors that a region reads from outside: results of other regions, inputs of the call, or members of `state`."""
+    """Returns the tensors that a region reads from outside: results of other regions, inputs of the call, members of `state`."""
     own_nodes = set(nodes)
     sources = {value_of(source) for node in nodes if marker(node) != "to_device" for source in node.all_input_nodes}
     crossing = NodeKind.INPUT, NodeKind.OPERATION
@@ -286,7 +287,7 @@ def _computes(node: Node, kinds: NodeKinds) -> bool:
 
 
 def _reason(reasons: Sequence[str]) -> str:
-    """At most three different reasons of a region's operations, in order.  TIED and DATA count only if there is no other reason."""
+    """Returns up to three different reasons of a region's operations, in order.  TIED and DATA are only used without others."""
     different = list(dict.fromkeys(reasons))
     different = [reason for reason in different if reason not in (TIED, DATA)] or sorted(different)[:1]
     suffix = f", and {len(different) - 3} more" if len(different) > 3 else ""

@@ -1,4 +1,4 @@
-"""Converts nested `torch.cond` operators that compare one value with constants to one switch.  Works on FX graphs only.
+"""Converts nested `torch.cond` operators that compare one value with constants to one switch.
 
 Private interfaces (torch 2.11, 2.13): the order of the arguments of `torch.cond` as an operator.
 """
@@ -32,7 +32,7 @@ MIN_CASES, MAX_CASES = 3, 256
 
 
 def cases_of(source: GraphModule, module: GraphModule, node: Node) -> list[Case]:
-    """Returns the bodies of the switch whose outermost `torch.cond` is `node`; [] if it is no switch."""
+    """Returns the bodies of the switch whose outermost `torch.cond` is `node`, or [] if there is none."""
     cases: list[Case] = []
     value: Any = None
     bindings: dict[Node, Any] = {}
@@ -73,7 +73,8 @@ def _only_conditional(module: GraphModule) -> Node | None:
 
 
 def choice_of(graph: Graph, compared: Node, cases: Sequence[Case]) -> Node:
-    """Adds nodes that compute the number of the case to run, as uint8: the first whose constant equals the value, or the last."""
+    """Adds nodes that compute the number of the case to run, as uint8.  It is the first case whose constant equals the value, else
+    the last case."""
     aten, value = torch.ops.aten, compared.args[0]
     choice: Any = len(cases) - 1
     for number, case in reversed(list(enumerate(cases[:-1]))):

@@ -1,4 +1,4 @@
-"""Sizes: the values of export's symbols for the tensors of a call, and the weight of an operation at the largest sizes.
+"""The values of export's symbols for the tensors of a call, and the weight of an operation, by which `cut` moves small graphs.
 
 Private interfaces (torch 2.11, 2.13): the sympy expression of a SymInt (`size.node.expr`).
 """
@@ -17,7 +17,7 @@ from ..errors import BuildError
 from .node_kinds import is_free
 
 LIGHT = 16384
-"""The most elements of an operation that is as fast on the host as a small kernel, about 7 us at 4 bytes each and 10 GB/s."""
+"""Up to this many elements, an operation on the host is as fast as a small kernel: about 7 us at 4 bytes each and 10 GB/s."""
 
 Bindings = Mapping[Any, int]
 """The value of each of export's symbols."""
@@ -74,8 +74,8 @@ def number(value: Any, known: Bindings) -> Any:
 
 
 def weigh(program: ExportedProgram, node: Node, heavy: int) -> int:
-    """Returns 0 for a free operation, 1 for a light one, and at least `heavy` for one that is much slower on the host than on a
-    GPU."""
+    """Returns 0 for a free operation, 1 for a light one, and at least `heavy` for an operation that is much slower on the host than
+    on a GPU."""
     if is_free(node):
         return 0
     tags = getattr(node.target, "tags", ())
@@ -97,11 +97,11 @@ ONE_PASS = frozenset(
         "index_select.default", "embedding.default", "where.self", "masked_fill.Scalar", "one_hot.default",
     )
 )  # fmt: skip
-"""Operations that read each element once or a few times, besides those that torch tags as pointwise or as reductions."""
+"""Operations that read each element once or a few times, and that torch does not tag as pointwise or as reductions."""
 
 
 def _largest(program: ExportedProgram, tensor: torch.Tensor) -> float:
-    """The number of elements of a tensor at the largest sizes that export allows, which are the largest declared ones."""
+    """Returns the number of elements of a tensor at the largest declared sizes; infinite if data determines a size."""
     highest = {symbol: bounds.upper for symbol, bounds in program.range_constraints.items()}
     count = 1.0
     for size in tensor.shape:

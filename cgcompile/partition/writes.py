@@ -1,7 +1,7 @@
 """Writes to memory: the operations that must stay in one region because of them, and the order that they require.
 
 An exported program is not functional: it holds `z[:, 1] = y` as a view of z and a copy into the view.  A value that crosses between
-regions is copied.  So a view and its base may be in different regions only where neither is written to any more.
+regions is copied.  So a view and its base may be in different regions only if no later operation writes to either.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .node_kinds import NodeKind, NodeKinds, higher_order, storages, writes_to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteConstraints:
-    """`order`: pairs (earlier, later) besides those of inputs.  `together`: sets of nodes that must be in one region.  `touched`:
-    every node that creates, reads or writes memory that is written to.  `written`: for each writing node, the nodes that share the
-    memory.  `outliving`: the inputs and weights among these, whose contents outlive the call."""
+    """`order`: pairs (earlier, later), besides the edges from an operation to its readers.  `together`: sets of nodes that must be
+    in one region.  `touched`: every node that creates, reads or writes memory that is written to.  `written`: for each writing
+    node, the nodes that share the memory.  `outliving`: the inputs and weights among these, whose contents outlive the call."""
 
     order: tuple[tuple[Node, Node], ...]
     together: tuple[tuple[Node, ...], ...]
@@ -32,10 +32,9 @@ class WriteConstraints:
 def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints:
     """Returns the constraints of all writes in `module`'s graph.
 
-    Every access to memory that is written to comes after the writes before it and before the writes after it.  If nobody uses an
-    older name of the memory after a write, the write makes a new value, which may be in another region.  Otherwise the memory's
-    first node, the views and the writes up to the last such write stay together.  For inputs and weights every other access stays,
-    too.
+    Accesses keep their order with the writes.  The nodes of a memory are its tensor and its views.  If no operation uses an older
+    node of the memory after a write, the write makes a new value, which may be in another region.  Otherwise the memory's first
+    node, the views and the writes up to the last such write stay together.  For inputs and weights, all other accesses do too.
     """
     nodes = [node for node in module.graph.nodes if known[node] in (*_ACCESSING, *_GIVEN)]
     memory = _memories(nodes)
@@ -73,7 +72,8 @@ _GIVEN = (NodeKind.INPUT, NodeKind.WEIGHT)
 
 
 def _memories(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Maps each node to the first node of its memory: the same storage in the export, or an alias by the operator's schema."""
+    """Maps each node to the first node of its memory.  Nodes share memory if their storage in the export is the same, or if an
+    operator's schema declares it."""
     parent: dict[Node, Node] = {}
 
     def find(node: Node) -> Node:
@@ -93,8 +93,8 @@ def _memories(nodes: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _viewed_inputs(node: Node) -> list[Node]:
-    """Returns the inputs that a node's result is or may be a view of, by the schema and its tags.  Outside training, dropout
-    returns its input itself, although export saw a copy."""
+    """Returns the inputs of which a node's result is or may be a view, by the operator's schema and tags.  For example, dropout
+    returns its input itself outside of training, although the export recorded a copy."""
     if torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ()):
         return node.all_input_nodes[:1]
     schema = getattr(node.target, "_schema", None)
@@ -140,7 +140,8 @@ def _order(accesses: Sequence[Node], writers: set[Node]) -> list[tuple[Node, Nod
 def _together(
     members: Sequence[Node], accesses: Sequence[Node], writers: set[Node], kinds: NodeKinds, place: dict[Node, int]
 ) -> list[tuple[Node, ...]]:
-    """Returns the segments of accesses that stay in one region.  The memory's first node, or a write of a new value, begins one."""
+    """Returns the segments of accesses that stay in one region.  A segment begins at the memory's first node, or at a write that
+    makes a new value."""
     groups: list[tuple[Node, ...]] = []
     segment: list[Node] = []
     external = any(kinds[member] in _GIVEN for member in members)
@@ -164,7 +165,7 @@ def _together(
 
 
 def _makes_new(node: Node, members: Sequence[Node], kinds: NodeKinds, place: dict[Node, int]) -> bool:
-    """Whether nobody uses an older name of the memory after a write, and no older name is an input or a weight."""
+    """Whether no operation uses an older node of the memory after a write, and no older node is an input or a weight."""
     older = [member for member in members if place[member] < place[node]]
     later = [user for member in older for user in member.users if place[user] > place[node]]
     return not any(kinds[user] in (*_ACCESSING, NodeKind.OUTPUT) for user in later) and not any(

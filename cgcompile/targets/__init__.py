@@ -1,1 +1,2 @@
-"""Build targets and the recorders that build for them.  Subfolders: the cpu target, and code that both recorders of CUDA share."""
+"""Build targets and their recorders.  `cpu` is the cpu target, `cuda` the code that both recorders for GPUs share.  `kernels` and
+`collectives` have code that cgcompile adds to bundles."""

@@ -1,12 +1,13 @@
-"""GPU architectures that a bundle can be built for, with the limits that lowering needs without such a GPU.  Imports no torch.
+"""GPU architectures for which a bundle can be built, with the limits that lowering without such a GPU needs.  Imports no torch.
 
 Limits per multiprocessor and block: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 Multiprocessors, caches and memory of the named GPU: its datasheet or architecture whitepaper.  `tensor_flops` comes from there
 too: dense half precision operations, divided by multiprocessors and clock.
 
 To cross-compile for a new architecture, add a row to ARCHES.  A capture on the GPU itself needs none.  Names have no suffix: Triton
-compiles sm_120 as sm_120a, and the runtime compares architectures without "a" and "f".  PTX of cgcompile is assembled without it.
-Products use the cost model until tests/bench/tuning has measured them on such a GPU (`offline/tuning/sm_120.json`).
+compiles sm_120 as sm_120a, and the runtime compares architectures without "a" and "f".  cgcompile's PTX is assembled without a
+suffix.  Matrix products use the cost model until tests/bench/tuning has measured them on such a GPU
+(`offline/tuning/sm_120.json`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Arch:
 
     @property
     def shared_optin(self) -> int:
-        """The most shared memory that a block can opt in to.  The driver reserves 1 KiB per block."""
+        """The largest shared memory that a block can opt in to.  The driver reserves 1 KiB per block."""
         return self.shared_sm - KIB
 
     @property

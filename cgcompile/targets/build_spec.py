@@ -53,8 +53,8 @@ class EntryBuild:
 class BuildSpec:
     """The input of a build: the entries of one model, the donations between them, and the options.
 
-    `recorder` is that of `choice.Chosen`.  The other fields are options of `build`.  `ranks`: the processes that build the other
-    ranks of a model over several devices.  A recorder works on all entries together, in mappings by *build key*: see `build_key`.
+    `recorder`: as in `choice.Chosen`.  `ranks`: the processes that build the other ranks of a model over several devices.  The
+    other fields are options of `build`.  A recorder records all entries together, in mappings by *build key* (see `build_key`).
     """
 
     entries: tuple[EntryBuild, ...]
@@ -110,7 +110,7 @@ class EntryKey(tuple[int, ...]):
 
 
 def build_key(spec: BuildSpec, number: int, key: IntKey) -> IntKey:
-    """Returns the build key of an int_key of entry number `number`.  A single entry uses its int_key unchanged."""
+    """Returns the build key of an int_key of entry number `number`: the int_key itself if there is a single entry."""
     if len(spec.entries) == 1:
         return key
     entry_key = EntryKey((number, *key))
@@ -144,7 +144,8 @@ class EntryParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestParts:
-    """The manifest fields that depend on the target; `entries` has the order of BuildSpec.  Their files are in the stage folder."""
+    """The manifest fields that depend on the target; `entries` has the order of BuildSpec.  Files that they name are in the stage
+    folder."""
 
     target: Target
     weights: tuple[Weight, ...]

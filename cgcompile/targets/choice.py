@@ -1,4 +1,4 @@
-"""What `--target` accepts, and which recorder builds for it on this machine.  Imports torch only if a CUDA driver is installed."""
+"""Resolves `--target`, and chooses the recorder of a build on this machine.  Imports torch only if a CUDA driver is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_LOWERING = "inductor"
-"""The lowering without --lower, and the first one that --autotune tries."""
+"""The default of --lower, and the first lowering that --autotune tries."""
 
 LOWERINGS = ("eager", DEFAULT_LOWERING, "max-autotune")
 SPECIALIZE = ("size", "shared")
@@ -60,8 +60,8 @@ def choose(
     standalone: bool = False,
     autotune: bool = False,
 ) -> Chosen:
-    """Returns the target and recorder of a build.  The GPU of this machine is captured.  Other architectures are cross-compiled;
-    with record="cross-compile" this GPU too.  Raises target-unavailable, and option-invalid for an unknown option value."""
+    """Returns the target and recorder of a build.  The recorder for the GPU of this machine is "capture"; for other architectures,
+    or with record="cross-compile", "cross-compile".  Raises target-unavailable, and option-invalid for an unknown option value."""
     chosen = _chosen(target, lower, specialize, record, prove, autotune)
     if standalone and chosen.recorder != "host":
         reason = "a bundle for a GPU needs torch's libraries for operations on the host alone"
@@ -121,8 +121,8 @@ def is_cpu(target: str) -> bool:
 
 
 def asks_gpu(target: str) -> bool:
-    """Whether resolving `target` needs CUDA: it is no CPU, and there is a CUDA driver.  Raises target-unavailable for an unknown
-    one."""
+    """Whether resolving `target` needs CUDA: it is not a CPU, and there is a CUDA driver.  Raises target-unavailable for an unknown
+    target."""
     if is_cpu(target):
         return False
     if target not in ("auto", "cuda") and not re.fullmatch(r"sm_\d+", target):
@@ -170,14 +170,14 @@ def _cpu(target: str, lower: str, specialize: str, record: str, autotune: bool) 
 
 
 def _cross_compile(architecture: str, lower: str, specialize: str, runs_here: bool, autotune: bool) -> Chosen:
-    arch(architecture)  # raises for a GPU of this machine that ARCHES lacks
-    crossed = f"cross-compiling for {architecture}"
+    arch(architecture)  # raises if ARCHES lacks the GPU of this machine
+    subject = f"cross-compiling for {architecture}"
     elsewhere = f"or build on a machine with a GPU of {architecture}"
     if autotune:
-        raise BuildError("target-unavailable", f"autotune: {crossed} can time no kernel", f"leave --autotune out, {elsewhere}")
-    reason = f"{crossed} has one lowering, inductor with everything in Triton"
+        raise BuildError("target-unavailable", f"autotune: {subject} can time no kernel", f"leave --autotune out, {elsewhere}")
+    reason = f"{subject} has one lowering, inductor with everything in Triton"
     _expect("lower", lower, "inductor", reason, f"leave --lower out, {elsewhere}")
-    _expect("specialize", specialize, "size", f"{crossed} lowers every size for itself", "leave --specialize out")
+    _expect("specialize", specialize, "size", f"{subject} lowers every size for itself", "leave --specialize out")
     return Chosen(target=architecture, recorder="cross-compile", runs_here=runs_here)
 
 

@@ -1,7 +1,7 @@
-"""Explains a failure of a compiler (Inductor, AOTAutograd, Triton, a C++ compiler): the operator of the model, its line, the cause.
+"""Explains an error of a compiler (Inductor, AOTAutograd, Triton, a C++ compiler): the operator of the model, its line, the cause.
 
-The failed node is taken from the frames of the traceback.  In `torch.fx.Interpreter.run_node` and Inductor's
-`GraphLowering.run_node` the node is the local variable `n` (torch 2.11, 2.13).
+The frames of the traceback show the failed node: it is the local variable `n` of `torch.fx.Interpreter.run_node` and of Inductor's
+`GraphLowering.run_node` (torch 2.11, 2.13).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Failure:
     fallback_op: str
 
     def hint(self, level: str) -> str:
-        """Returns suggestions after lowering at `level` failed, or "" to use the hint of the error catalogue."""
+        """Returns suggestions after the lowering `level` failed, or "" to use the hint of the error catalogue."""
         suggestions = [] if level == "eager" else ["cgcompile build ... --lower eager"]
         if self.fallback_op:
             suggestions.append(f"keep it on the host: cgcompile build ... --fallback-op {self.fallback_op}")
@@ -78,8 +78,8 @@ def explain(error: BaseException, *modules: GraphModule) -> Failure:
 
 
 def source_operator(node: Node, modules: Iterable[GraphModule]) -> str:
-    """Returns the operator of the exported program that a node comes from, as --fallback-op takes it ("aten.topk", "mylib.op").
-    Returns "" if `modules`, which are that program, do not call it.  torch's `from_node` nests the origins, oldest innermost."""
+    """Returns the operator of the exported program from which a node comes, as --fallback-op takes it ("aten.topk", "mylib.op").
+    Returns "" if `modules`, the graphs of that program, do not call it.  In torch's `from_node` the oldest origin is innermost."""
     operators = {str(node.target) for module in modules for node in module.graph.nodes if node.op == "call_function"}
     names = [str(node.target)]
     sources = node.meta.get("from_node") or []

@@ -1,4 +1,4 @@
-"""Donations: an output of an entry that a later call reads in place as its input.  The model file names the pairs.  Pure."""
+"""Donations: a later call reads an output of an entry in place, as its input.  The model file names the pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .build_spec import EntryBuild
 
 
 def donations_of(pairs: Iterable[DonationNames], entries: Sequence[EntryBuild]) -> tuple[Donation, ...]:
-    """Returns the manifest rows for the pairs that the model's `donations()` returns: an output and an input, as `entry.name`.
+    """Returns the manifest rows for the pairs that the model's `donations()` returns: an output and an input as "entry.name".
 
     Raises donation-unknown for unknown names, and donation-unlike or donation-refused for pairs that can never be donated.
     """

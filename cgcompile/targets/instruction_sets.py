@@ -1,7 +1,7 @@
-"""Instruction sets: the levels of processors for which bundles are built, and the sets that compiled code needs.  The compiler's
-macros, for the options of the code, show the needed sets.  The name of a macro and the name in /proc/cpuinfo mostly differ only in
-underscores; tables here have the exceptions.  x86-64: x86 psABI and arch/x86/include/asm/cpufeatures.h.  aarch64: Arm C Language
-Extensions and Documentation/arch/arm64/elf_hwcaps.rst.
+"""Instruction sets: the levels of processors for which bundles are built, and the sets that compiled code needs.  The macros that
+the compiler defines with the options of the code show these sets.  The name of a macro and the name in /proc/cpuinfo mostly differ
+only in underscores and case; the tables here have the exceptions.  Sources: x86 psABI and arch/x86/include/asm/cpufeatures.h; Arm C
+Language Extensions and Documentation/arch/arm64/elf_hwcaps.rst.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ X86_64, AARCH64 = "x86_64", "aarch64"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
     """A level of the x86-64 psABI, or a version of the Arm architecture's A profile, by its name for -march.  `machine` is a name
-    of os.uname, `features` are names in /proc/cpuinfo.  `vector_bits`: the vectors of Inductor's code (`cpp.simdlen`), 1 for none,
-    as with SSE; NEON has 128.
+    of os.uname, `features` are names in /proc/cpuinfo.  `vector_bits`: the width of vectors in Inductor's code (`cpp.simdlen`), 1
+    for no vectors (SSE).
     """
 
     name: str
@@ -46,11 +46,11 @@ LEVELS = (
 )
 
 COMMON = ("x86-64-v3", "armv8.2-a", "x86-64-v2", "armv8-a")
-"""Levels for host regions of cross-compiled bundles, the highest first: all hosts of GPUs from sm_80 on have AVX2, or Arm's
-atomics.  Lower levels are for builders without these."""
+"""Levels for host regions of cross-compiled bundles, the best first.  All hosts of GPUs from sm_80 on have AVX2, or Arm's atomics.
+The lower levels are for builds on machines without these."""
 
 SWITCHED_OFF = ("-mno-sse4a", "-mno-xop", "-mno-fma4", "-mno-tbm")
-"""Sets that are turned off with -march=native: only processors of one vendor have them, and they bring no speed."""
+"""Options that turn sets off after -march=native: only processors of one vendor have them, and they make no code faster."""
 
 UNUSED = frozenset({
     "adx", "aes", "cldemote", "clflushopt", "clwb", "clzero", "enqcmd", "fsgsbase", "fxsr", "hreset", "invpcid", "kl", "lwp",
@@ -59,11 +59,11 @@ UNUSED = frozenset({
     "wbnoinvd", "widekl", "xsave", "xsavec", "xsaveopt", "xsaves",
 })  # fmt: skip
 """x86: sets that -march=native turns on, but that compilers use only for intrinsics, which Inductor's code does not have:
-cryptography, random numbers, cache control, saving registers, and instructions for kernels.  (`prfchw` does nothing on other
-processors.)"""
+cryptography, random numbers, cache control, saving registers, and instructions for operating systems.  (Processors without
+`prfchw` ignore its instruction.)"""
 
 X86_NAMES = {"sse3": "pni", "lzcnt": "abm", "bmi": "bmi1", "pclmul": "pclmulqdq", "lahfsahf": "lahf_lm"}
-"""Macros, in lower case, whose name in /proc/cpuinfo differs."""
+"""Macros, in lower case, whose names differ in /proc/cpuinfo."""
 
 ARM_NAMES = {
     "__ARM_NEON": "asimd", "__ARM_FEATURE_ATOMICS": "atomics", "__ARM_FEATURE_BF16_SCALAR_ARITHMETIC": "bf16",
@@ -76,19 +76,18 @@ ARM_NAMES = {
     "__ARM_FEATURE_SVE_MATMUL_FP32": "svef32mm", "__ARM_FEATURE_SVE_MATMUL_FP64": "svef64mm",
     "__ARM_FEATURE_SVE_MATMUL_INT8": "svei8mm",
 }  # fmt: skip
-"""aarch64: the macros of sets that compilers use without intrinsics: not cryptography, random numbers and memory tags."""
+"""aarch64: the macros of sets that compilers use without intrinsics.  Cryptography, random numbers and memory tags are excluded."""
 
 SVE_BITS = "__ARM_FEATURE_SVE_BITS"
 """aarch64: the vector length that the code needs, 0 for any."""
 
 
 def level_of(name: str) -> Level | None:
-    """Returns the level with this name, or None."""
     return next((row for row in LEVELS if row.name == name), None)
 
 
 def common_level(machine: str, flags: Collection[str]) -> Level | None:
-    """Returns the level of host regions in cross-compiled bundles: the highest level of COMMON that this machine also has."""
+    """Returns the level of host regions in cross-compiled bundles: the first of COMMON that this machine supports, or None."""
     rows = [row for name in COMMON for row in LEVELS if row.name == name]
     return next((row for row in rows if not foreign(row, machine, flags)), None)
 
@@ -111,8 +110,8 @@ def check_level(level: Level, machine: str, flags: Collection[str]) -> None:
 def needed(
     ask: Callable[..., Mapping[str, str]], options: Collection[Sequence[str]], machine: str, flags: Collection[str]
 ) -> tuple[str, ...]:
-    """Returns the sets among `flags`, those of /proc/cpuinfo on this machine, that code compiled with these lists of `options`
-    needs, sorted.  `ask`: the function `macros` of the compiler.  Raises compiler-failed."""
+    """Returns the sets among `flags` that code compiled with these lists of `options` needs, sorted.  `flags`: the sets in
+    /proc/cpuinfo.  `ask`: returns the macros for options, as `macros` does.  Raises compiler-failed."""
     plain = ask()
     features: set[str] = set()
     for option in options:
@@ -132,7 +131,7 @@ def _x86(turned_on: Mapping[str, str], flags: Collection[str]) -> set[str]:
 
 
 def _arm(defined: Mapping[str, str], flags: Collection[str]) -> set[str]:
-    """Returns the sets that the macros mean.  `asimd` is on without any option, but the code may not need it."""
+    """Returns the sets of the macros `defined`.  They include `asimd`, which is on without any option."""
     length = int(defined.get(SVE_BITS, "0") or 0)
     return ({ARM_NAMES[macro] for macro in defined if macro in ARM_NAMES} & set(flags)) | ({f"sve{length}"} if length else set())
 

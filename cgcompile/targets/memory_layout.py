@@ -1,11 +1,11 @@
-"""The layout of device memory: weights, tables, state, static inputs and the arena.  Pure; offsets and sizes in bytes.
+"""The layout of device memory: weights, tables, state, static inputs and the arena.  Offsets and sizes are in bytes.
 
-*weights*: every parameter, buffer and constant of the program at 256-byte aligned offsets, tied ones once.  Then the tables that
-kernels read but no tensor of the program holds (cuFFT's twiddle factors, constants that Inductor folded).
+*weights*: every parameter, buffer and constant of the program at 256-byte aligned offsets, tied tensors once.  Then the tables:
+constants that kernels read and that are no tensor of the program (cuFFT's twiddle factors, constants that Inductor folded).
 *state*: the buffers that the program writes to.  Buffers whose number of rows is chosen at load come last, with room for MORE rows.
-*inputs*: the input tensors of the call.  Every key starts at offset 0, so keys share this memory.
-*arena*: the temporaries of a key.  Keys share this memory, so a bundle needs the largest size, not the sum.  Its offsets are
-planned elsewhere: `offline/assemble/arena.py` for a cross-compiled program, `capture/placement.py` for segments of torch.
+*inputs*: the input tensors of the call.  Every int_key starts at offset 0, so int_keys share this memory.
+*arena*: the temporaries of an int_key.  int_keys share this memory, so a bundle needs the largest size, not the sum.  Its offsets
+are planned elsewhere: `offline/assemble/arena.py` for cross-compiled programs, `capture/placement.py` for torch's allocator.
 
 On a GPU each memory ends with PAD unused bytes, so that an address one past the end of the last tensor is still inside.
 """
@@ -23,11 +23,12 @@ ALIGN = 256
 PAD = 256
 
 RECORDED_STATES = 5
-"""How many copies of memory state a recording process holds at most: the state, its initial values, and in the self-test the
+"""The largest number of copies of memory state in a recording process: the state, its initial values, and in the self-test the
 results of a replay and of two runs of eager PyTorch."""
 
 MORE = 1
-"""Extra rows of state with a variable number of rows, in a second recording and in the proof.  Nothing else may differ there."""
+"""The number of extra rows in a second recording, and in the proof, of state with a variable number of rows.  Nothing else may
+differ there."""
 
 
 def align(value: int, to: int = ALIGN) -> int:
@@ -47,7 +48,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Constant contents at `offset` of memory `weights`, which belong to no tensor of the program."""
+    """Constants at `offset` of memory `weights` that belong to no tensor of the program."""
 
     offset: int
     contents: bytes

@@ -13,8 +13,8 @@ from .weights import contents_sha256
 
 
 def program_contents(programs: Iterable[ExportedProgram]) -> dict[int, str]:
-    """Returns the hash of each program's code, signature and tensors, by `id` of the program.  Declared ranges of sizes are not
-    hashed.  A weight of several programs is read once."""
+    """Returns the hash of each program's code, signature and tensors, by `id` of the program.  Declared ranges of sizes do not
+    affect it.  A weight that several programs share is read once."""
     hashes: dict[object, bytes] = {}
     digests: dict[int, str] = {}
     for program in programs:

@@ -1,4 +1,4 @@
-"""What a build needs on this machine: packages, a compiler, a driver.  Looks for them without importing them."""
+"""Checks what a build needs on this machine: packages, which are not imported, a compiler, a driver."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NEEDED = {"host": ("torch", "numpy"), "capture": ("torch", "numpy"), "cross-comp
 """The required packages per recorder of a `choice.Chosen`."""
 
 TRITON = (3, 6), (3, 8)
-"""The first version of Triton that cross-compiling supports, and the first one that it does not.  `interpret.front_end` uses
-private interfaces of Triton, which 3.8 changed."""
+"""The first version of Triton that cross-compiling supports, and the first later version that it does not.  `interpret.front_end`
+uses private interfaces of Triton, which 3.8 changed."""
 
 EXTRA, BINDINGS = "pip install 'torch>=2.11,<2.14' 'triton>=3.6,<3.8' numpy", "pip install 'cuda-bindings>=13'"
 """Install commands for the packages that a build needs, and for those that recording on a GPU needs.  They list the packages of
-the extras `compile` and `cuda`, because no index has cgcompile itself."""
+the extras `compile` and `cuda`, because cgcompile is not on a package index."""
 
 TRITON_FIX = "pip install 'triton>=3.6,<3.8'"
 
@@ -36,7 +36,7 @@ def compiler() -> str:
 
 
 def described(*command: str) -> str:
-    """Returns the output of a command, such as a compiler's version, or "" if it cannot run: compiling reports that error."""
+    """Returns the output of a command, such as a compiler's version, or "" if it cannot run: the compilation reports the error."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd="/")
     except (OSError, subprocess.TimeoutExpired):

@@ -1,5 +1,5 @@
-"""Writes the weights of a program to weights.safetensors.  Lists those that an update of a loaded program cannot replace, because
-compiled code holds values derived from them."""
+"""Writes the weights of a program to weights.safetensors.  Lists the weights that an update of a loaded program cannot replace,
+for example because compiled code holds values derived from them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ..util.raw_bytes import is_zero, raw
 from .memory_layout import Shape, Table, dense_strides
 
 WRITERS, BLOCK = 8, 16 << 20
-"""Threads that write weights, and bytes that each copies from the GPU at a time.  One thread writes 16 GB to memory in 40 s: the
-first touch of a page costs more than the copy."""
+"""The threads that write weights, and the bytes that each copies from the GPU at a time.  One thread writes 16 GB to memory in 40
+s: the first touch of a page costs more than the copy."""
 
 TABLE = "cgcompile.table."
 """Prefix of the names of tables: rows of the manifest that are not weights of the model."""
@@ -44,7 +44,8 @@ def stored_dtype(tensor: torch.Tensor, what: str = "a tensor") -> str:
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
-    """Returns the argument of `lay_out`.  Tensors with the same memory are tied.  Strides with gaps or overlaps become dense."""
+    """Returns the argument `shapes` of `lay_out`.  Tensors with the same memory are tied.  Strides with gaps or overlaps become
+    dense."""
     first: dict[Any, str] = {}
     shapes = {}
     for name, tensor in tensors.items():
@@ -86,8 +87,8 @@ def row_major(tensor: torch.Tensor) -> bytes:
 
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], placed: Iterable[Weight]) -> tuple[Weight, ...]:
     """Writes `tensors` to weights.safetensors, and returns the manifest's rows.  `placed`: the rows of `lay_out`.  Arguments use
-    the program's names, the result the model's.  A weight that is not row-major is stored with its axes in memory order.  The host
-    holds only a few blocks at a time.  State of zeros is not stored, because a cache may be larger than the model."""
+    the program's names, the result the model's names.  A weight that is not row-major is stored with its axes in memory order.
+    The host holds only a few blocks at a time.  State of zeros is not stored, because a cache may be larger than the model."""
     rows: list[Weight] = []
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     stored: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
@@ -119,9 +120,9 @@ def _write(file: int, place: int, data: torch.Tensor) -> None:
 
 
 def write_tables(path: Path, tables: Sequence[Table]) -> tuple[Weight, ...]:
-    """Writes tables.safetensors, with names of TABLE and a number, and returns the rows of the manifest.  No tables, no file.
+    """Writes tables.safetensors, and returns the rows of the manifest, named TABLE and a number.  Without tables, writes no file.
 
-    The weights of a model are the same file for all sizes; the tables depend on the sizes."""
+    They are not in weights.safetensors, because tables depend on the sizes, and weights do not."""
     if not tables:
         return ()
     rows = [
@@ -147,8 +148,8 @@ def frozen_weights(
     baked: Mapping[str, str],
 ) -> tuple[FrozenWeight, ...]:
     """Returns the manifest rows of weights that an update cannot replace.  `stage` has the files of weights and tables.  `folded`:
-    weights, by their names in the programs, from which compiled code holds computed values.  `baked`: as in `BuildSpec`.  Tied
-    weights are frozen together."""
+    the names in the programs of weights from which compiled code holds computed values.  `baked`: as in `BuildSpec`.  Tied weights
+    are frozen together."""
     named = {name for _, program in programs.distinct for name in program.state_dict}
     plain_named, plain_folded = [{name.removeprefix(PREFIX) for name in names} for names in (named, folded)]
     updatable = {row.tensor for row in rows if row.name in plain_named}
@@ -183,15 +184,15 @@ def _zeros_digest(size: int) -> str:
 
 
 def unbound(program: ExportedProgram, bound: Collection[str]) -> set[str]:
-    """Returns the weights, by their names in the program, that its results depend on but whose memory compiled code does not read.
-    The code holds their values instead.  `bound`: the names of the weights that the code reads."""
-    tensors = {name: _place(value) for name, value in {**program.state_dict, **program.constants}.items() if _is_tensor(value)}
+    """Returns the names in the program of weights on which its results depend, but which compiled code does not read.  The code
+    holds values computed from them.  `bound`: the names of the weights that the code reads."""
+    tensors = {name: _memory_key(value) for name, value in {**program.state_dict, **program.constants}.items() if _is_tensor(value)}
     read = {tensors[name] for name in bound}
     return {name for name in used_weights(program) if tensors[name] not in read}
 
 
 def used_weights(program: ExportedProgram) -> set[str]:
-    """Returns the weights, by their names in the program, that an output or a write depends on."""
+    """Returns the names in the program of the weights on which an output or a write depends."""
     names = weight_placeholders(program)
     waiting = [node for node in program.graph.nodes if node.op == "output" or _writes(node)]
     seen = set(waiting)
@@ -211,6 +212,6 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _place(value: torch.Tensor) -> tuple[object, ...]:
+def _memory_key(value: torch.Tensor) -> tuple[object, ...]:
     """Returns a key that is equal for tied tensors."""
     return (value.data_ptr(), value.dtype, tuple(value.shape), value.stride()) if value.numel() else (id(value),)

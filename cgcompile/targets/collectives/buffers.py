@@ -47,8 +47,8 @@ SENT_{target}:
 
 
 def _flags(world: int) -> str:
-    """Returns the PTX in which thread n sets the flag of this block on rank n, and waits for that of rank n.  The fence makes the
-    stores of all threads before the barrier visible before the flag."""
+    """Returns the PTX in which thread n sets the flag of this block on rank n, and waits for the flag that rank n sets here.  The
+    fence makes the stores of all threads before the barrier visible before the flag."""
     look = f"""  ld.acquire.sys.global.u32 %f, [%a1+{FLAGS}];
   sub.u32 %g, %f, %epoch;
   setp.ge.s32 %p, %g, 0;"""
@@ -72,7 +72,7 @@ HEARD:
 
 
 def _source(source: int, slot: str) -> str:
-    """Points %m of a rank to its part in the buffers, or for this rank to the own input."""
+    """Returns PTX that sets %m of a rank to its part in the buffers, or for this rank to its part of the input."""
     return f"{slot}  setp.eq.u32 %p, %rank, {source};\n  selp.b64 %m{source}, %own, %m{source}, %p;\n"
 
 
@@ -142,5 +142,5 @@ def _copy(label: str, source: str, target: str) -> str:
 
 
 def _words(number: int) -> str:
-    """Returns the vector operand of a piece: four registers."""
+    """Returns the vector operand of piece `number`: four registers."""
     return "{" + ", ".join([f"%w{4 * number + place}" for place in range(4)]) + "}"

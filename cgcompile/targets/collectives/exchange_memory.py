@@ -1,4 +1,4 @@
-"""The memory through which the ranks of a model exchange data.  Each rank has one, and all ranks can write to it.  Pure.
+"""The memory through which the ranks of a model exchange data.  Each rank has one exchange memory, and all ranks can write to it.
 
 It contains, in this order:
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from cgbundle.validate.manifest import WORLDS as WORLDS
 
 BLOCKS = 256
-"""The most blocks of a collective's kernel."""
+"""The largest number of blocks of a collective's kernel."""
 
 LINE = 32
 """Bytes between flags.  Two flags never share a sector."""
@@ -32,14 +32,14 @@ STATUS, LIMIT, FLAGS = 4 * BLOCKS, 4 * BLOCKS + 8, 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeMemory:
-    """`packets`, `buffers`: the most bytes that a rank sends to another in one collective by that method; multiples of 16."""
+    """`packets`, `buffers`: the largest number of bytes that a rank sends to another in one collective by that method, multiples of
+    16."""
 
     world: int
     packets: int
     buffers: int
 
     def flag(self, source: int, block: int) -> int:
-        """Returns the offset of a flag."""
         return FLAGS + (source * BLOCKS + block) * LINE
 
     @property

@@ -1,4 +1,4 @@
-"""Converts collectives of a program to kernel launches of `kernels`, and back.  Pure."""
+"""Converts collectives of a program to launches of the kernels in `kernels`, and back."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _SYMBOLS = {symbol(way, combine): (way, combine) for way in PIECE for combine in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """What every rank sends to every other rank: `size` bytes.  `scattered`: each rank gets its own part of the input; else all get
-    the same bytes.  The receiver combines the data in the order of the ranks.  `sender`: the only rank that sends, -1 for all."""
+    """A collective: every rank sends `size` bytes to every other rank.  `scattered`: each rank gets another part of the input; else
+    all get the same bytes.  The receiver combines the data in the order of the ranks.  `sender`: the only rank that sends, or -1 if
+    all ranks send."""
 
     combine: Combine
     size: int
@@ -45,8 +46,8 @@ class Transfer:
 
 
 def transfer(kind: str, dtype: str, nbytes: int, world: int, sender: int = -1) -> Transfer:
-    """Returns the transfer of a collective, one of KINDS, over an input of `nbytes` bytes on each rank.  Rounds up to MULTIPLE
-    unless the input is scattered.  Raises ValueError, with a text for the user, for what the kernels do not support."""
+    """Returns the transfer of a collective.  `kind`: one of KINDS.  `nbytes`: the bytes of the input on each rank.  Rounds up to
+    MULTIPLE unless the input is scattered.  Raises ValueError, with a text for the user, if the kernels do not support it."""
     if kind in ("all_reduce", "reduce_scatter") and dtype not in SUMS:
         raise ValueError(f"{kind} of {dtype}: expected {', '.join(SUMS[:-1])} or {SUMS[-1]}")
     if dtype not in DTYPES:
@@ -135,5 +136,5 @@ def transfer_of(function: Function, node: KernelNode) -> Transfer | None:
 
 
 def _launch(transfer: Transfer) -> CollectiveLaunch:
-    """Returns the launch of a transfer.  A single sender needs buffers: kernels of packets wait for packets from all ranks."""
+    """Returns the launch of a transfer.  A single sender needs buffers: with packets, kernels wait for packets from all ranks."""
     return collective_launch(transfer.size, "buffers" if transfer.sender >= 0 else None)

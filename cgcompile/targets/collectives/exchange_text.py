@@ -12,7 +12,7 @@ OWN = """
   mul.lo.s64 %own, %own, %stride;
   add.s64 %own, %own, %in;
 """
-"""Computes %own, the address of the own part of this rank's input."""
+"""Computes %own, the address of the part of this rank's input that stays on this rank."""
 
 
 def choose(to: str, rank: str, world: int) -> str:
@@ -32,7 +32,8 @@ def slot_address(base: str, source: str, to: str, slots: tuple[int, int, int]) -
 
 
 def wait(label: str, look: str, source: str) -> str:
-    """Returns PTX that polls until predicate %p holds, or until the time limit."""
+    """Returns PTX that repeats `look` until predicate %p holds.  After the time limit it sets the status to rank `source`, and
+    %dead."""
     return f"""
 {label}:
 {look}

@@ -1,4 +1,4 @@
-"""The PTX around the body of a kernel of `kernels`: parameters, and the epoch, which is read first and written last.  Pure.
+"""The PTX around the body of a kernel of `kernels`: parameters, and the epoch, which is read first and written last.
 
 Registers with a fixed meaning: %in and %out; %m0 and following, the exchange memories of the ranks, and %mine, that of this rank;
 %epoch, and %half, which it selects; %dead: this thread no longer waits; %count, %stride, %senders and %rank as in
@@ -14,10 +14,10 @@ HEAD = """.version 7.0
 .target sm_80
 .address_size 64
 """
-"""PTX 7.0 is the first version that can round to bfloat16.  ptxas compiles it for any later architecture."""
+"""PTX 7.0 is the first version that can round to bfloat16.  ptxas compiles it for sm_80 and any later architecture."""
 
 AT_ONCE = 4
-"""Pieces that a thread copies at once.  A sum takes as many from each of two ranks, and fewer from more ranks."""
+"""The number of pieces that a thread copies at once.  A sum of two ranks loads as many from each rank, with more ranks fewer."""
 
 
 def entry(world: int, name: str, body: str) -> str:
@@ -79,4 +79,4 @@ EPOCH:
 DONE:
   ret;
 """
-"""Stores the epochs of this block, and of blocks that this launch lacks, after all threads of the block have read theirs."""
+"""Stores the epochs of this block, and of blocks that this launch lacks, after all threads of the block have read the epoch."""

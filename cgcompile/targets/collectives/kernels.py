@@ -5,14 +5,16 @@ waits for the parts that the others send.  Then it adds the parts in the order o
 fixed order, in float32, gives the same bits on every rank and in every run.
 
 There are two methods to send.  A packet holds 8 bytes of data and its epoch twice.  The receiver polls the data itself, so an
-exchange needs one trip over the link, and twice the bytes.  Buffers hold plain data, followed by a flag per block.
+exchange needs one trip over the link, and twice the bytes.  Buffers hold plain data, followed by a flag per block.  A *piece* is
+the data of a packet, or 16 bytes of a buffer.
 
 Only memory changes from launch to launch, so a graph with these kernels can be stored and replayed.  All ranks launch the same
 collectives in the same order, with the same blocks and threads, and with at least as many threads as ranks.  All blocks of a
 launch must fit on the GPU at once.  `cgbundle.tables.collectives` defines the parameters: the input, the output, and the exchange
-memories of all ranks in order, including the own one; the bytes between the parts for two ranks, 0 if all get the same; the
-pieces for each rank; the own rank; a bit for each rank that sends.  With buffers side by side, the other ranks only set flags.  A
-kernel that reaches the time limit stores the rank that it waited for, and stops waiting.  Later kernels do not wait either.
+memories of all ranks in order; the bytes between the parts of the input for two ranks, 0 if all ranks get the same; the number of
+pieces for each rank; the number of this rank; a bit for each rank that sends.  With buffers side by side, ranks without this bit
+only set flags.  A kernel that reaches the time limit stores the rank for which it waited, and stops waiting.  Later kernels do not
+wait either.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from .kernel_text import HEAD, entry
 from .packets import packets
 
 Combine = Literal["bfloat16", "float16", "float32", "side by side"]
-"""A sum of numbers of a dtype, or bytes side by side."""
+"""The result of a receiver: a sum of numbers of a dtype, or bytes side by side."""
 
 Way = Literal["packets", "buffers"]
 
@@ -50,7 +52,6 @@ def collective_image(name: str, memory: ExchangeMemory) -> bytes:
 
 
 def source(memory: ExchangeMemory) -> str:
-    """Returns the PTX of all kernels."""
     ways: dict[Way, Callable[[ExchangeMemory, str], str]] = {"packets": packets, "buffers": buffers}
     kernels = [
         entry(memory.world, symbol(way, combine), text(memory, combine)) for way, text in ways.items() for combine in _COMBINES

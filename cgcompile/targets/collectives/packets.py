@@ -59,7 +59,7 @@ SENT_{target}:
 
 
 def _take_packet(source: int, offset: int, combine: str) -> str:
-    """Returns the PTX that waits for one piece of a rank, and combines it."""
+    """Returns the PTX that waits for one piece from rank `source`, and adds or stores it."""
     look = """  ld.volatile.global.v4.u32 {%w0, %f, %w1, %g}, [%to];
   setp.eq.u32 %p, %f, %epoch;
   setp.eq.and.u32 %p, %g, %epoch, %p;"""

@@ -24,7 +24,7 @@ _ROUNDED = {
 
 
 def add(combine: str, words: int, *, first: bool, word: int = 0) -> str:
-    """Returns PTX that adds the numbers in registers %w to the sums in %s.  The first numbers are copied, so that -0 is kept."""
+    """Returns PTX that adds the numbers in registers %w to the sums in %s.  `first`: copies the numbers instead, which keeps -0."""
     lines = ""
     for place in range(words):
         sums = (f"%s{2 * place}", f"%s{2 * place + 1}")

@@ -1,4 +1,4 @@
-"""Lowering for the cpu target: AOTInductor compiles the exported program to one shared object without weights.  Private in torch:
+"""Lowering for the cpu target: AOTInductor compiles the exported program to one shared object without weights.  Private interfaces:
 `torch._inductor.aot_compile`, its `exc.CppCompileError`, and the options below (tested with torch 2.13 and 2.11)."""
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ TESTED = "2.13"
 OPTIONS = {
     "aot_inductor.package": False,  # a plain shared object, not a zip
     "aot_inductor.package_constants_in_so": False,  # weights are files of the bundle
-    # the runtime has loaded the libraries that define its symbols; a dependency on libtorch.so would also load torch's CUDA
-    # libraries, if they are found at all (torch's CUDA builds)
+    # the runtime has already loaded the libraries that define the symbols; in a CUDA build of torch, a dependency on libtorch.so
+    # would also load its CUDA libraries, or fail if they are missing
     "aot_inductor.link_libtorch": False,
     "aot_inductor.precompile_headers": False,  # saves time only if many models share one cache
-    "aot_inductor.enable_line_tables": False,  # debug information, which would be four fifths of the file
-    "cpp.vec_isa_ok": True,  # /proc/cpuinfo decides; compiling a probe per instruction set takes 7 s
+    "aot_inductor.enable_line_tables": False,  # without debug information, which would be four fifths of the file
+    "cpp.vec_isa_ok": True,  # see `compilations.unprobed`; compiling a probe per instruction set takes 7 s
 }
 """Options of Inductor.  Options that this version of torch lacks are left out."""
 
@@ -63,15 +63,15 @@ UNFOLDED = {"always_keep_tensor_constants": True, "joint_graph_constant_folding"
 those whose elements are all equal, even mutated buffers.  Every call would then start from the values at build time (2.13)."""
 
 KEPT = {"always_keep_tensor_constants": True}
-"""Options for a program with small weights, which an update may replace: Inductor would write their values into the code.  Also for
-a weight of no dimensions that a library call takes.  Inductor would turn it into a number, and that into a constant of its own,
-whose value it does not export (seen with 2.13: the scales of `_scaled_mm`)."""
+"""Options for a program with small weights: Inductor would write their values into the code, and an update could not replace them.
+Also for a weight of no dimensions that is an argument of a library call.  Inductor would turn it into a number, and the number into
+a new constant, whose value it does not export (seen with 2.13: the scales of `_scaled_mm`)."""
 
 NOT_REUSED = {"allow_buffer_reuse": False}
-"""Options for a program with branches or loops: torch 2.11 plans all memory by the peak of one of the bodies, and fails."""
+"""Options for a program with branches or loops: torch 2.11 plans all memory for the peak of a single body, and fails."""
 
 INLINED = 8
-"""The most elements of a 1-d weight that Inductor writes into the code (GraphLowering.can_inline_constant, 2.11 and 2.13)."""
+"""Inductor writes 1-d weights of up to this many elements into the code (GraphLowering.can_inline_constant, 2.11 and 2.13)."""
 
 UNVECTORIZED = {"cpp.simdlen": 1}
 """Options if vectorized code does not compile (torch 2.11: a mask over a value that is the same for all lanes, as in a Swin)."""
@@ -82,8 +82,8 @@ UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """A shared object, and the processor features that its code uses.  `standalone`: it needs none of torch's libraries.
-    `recalled`: it comes from the cache.  `libtorch`: the same code, linked to torch's libraries."""
+    """A shared object, and the processor features that its code uses.  `standalone`: it needs no library of torch.  `recalled`: it
+    comes from the cache.  `libtorch`: the same code, linked to torch's libraries."""
 
     path: Path
     features: tuple[str, ...]
@@ -104,11 +104,11 @@ def compile_cpu(
 ) -> Compiled:
     """Compiles `program` to a shared object in the folder `work`.
 
-    `changing`: its weights may change.  `shared`: positions of outputs that must be copies.  Otherwise the code would return one
-    tensor under two names, or a constant, and the caller would free it twice (seen with torch 2.13).  `level`: the target
-    processors, None for processors like this one.  `begun`: compilations that are already running; None starts them here.
-    `standalone`: whether to link functions in place of libtorch's; None: if possible.  Raises compiler-failed, not-standalone,
-    torch-unsupported, cache-unsafe.
+    `changing`: its weights may change.  `shared`: positions of outputs that must be copies.  Without the copies the code would
+    return one tensor as two outputs, or a constant, and the caller would free it twice (seen with torch 2.13).  `level`: the target
+    processors, None for the processor of this machine.  `begun`: compilations that are already running; None starts them here.
+    `standalone`: whether to link the functions of kernels/standalone.cpp in place of libtorch's; None: if `products.suits`.  Raises
+    compiler-failed, not-standalone, torch-unsupported, cache-unsafe.
     """
     with nullcontext(begun) if begun is not None else begin(level, standalone) as compilations:
         return _compiled(program, work, tell, shared, changing, level, compilations, standalone)
@@ -125,7 +125,7 @@ def _compiled(
     standalone: bool | None,
 ) -> Compiled:
     tell("loading Inductor")
-    with quick_imports():  # imported late: it takes two seconds, and a cached program does not need it
+    with quick_imports():  # the import takes two seconds, and a cached program does not need it
         from ...transforms.inductor_passes import mended, passes, unchecked_puts
         from .compilations import LIBTORCH, OwnFunctions, side_by_side, unnamed_machine, unprobed
         from .complex_numbers import complex_decompositions
@@ -177,17 +177,17 @@ def _compiled(
             stack.enter_context(context)
         options["aot_inductor.output_path"] = str(target)
         try:
-            shared_object = _called(program, shared, options)
+            shared_object = _aot_compiled(program, shared, options)
         except Exception as error:
-            if (build_error := _passed_on(error)) is not None:
+            if (build_error := _build_error(error)) is not None:
                 raise build_error from error
             if level is not None or not any(isinstance(exception, CppCompileError) for exception in causes(error)):
                 raise BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
             tell("the C++ compiler refuses the vectorized code: again without vectors")
             try:
-                shared_object = _called(program, shared, options | UNVECTORIZED)
+                shared_object = _aot_compiled(program, shared, options | UNVECTORIZED)
             except Exception as second:
-                raise _passed_on(second) or BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
+                raise _build_error(second) or BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
     if not isinstance(shared_object, str) or not target.exists():
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
@@ -202,17 +202,17 @@ def _compiled(
 
 
 def import_inductor() -> None:
-    """Imports what a compilation needs, so that processes forked later have it."""
+    """Imports the modules that a compilation needs, so that processes forked later have them."""
     with quick_imports():
         import torch._inductor.compile_fx  # noqa: F401
 
         from . import compilations, complex_numbers, dispatch, loops, symbols  # noqa: F401
 
 
-def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
+def _aot_compiled(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
     from .symbols import decided_alike, named_assertions  # imported late, as in `_compiled`
 
-    module = _apart(with_buffers(program.module()), shared)
+    module = _with_copies(with_buffers(program.module()), shared)
     spell_conditions(module)
     values = [None for _ in module.graph.find_nodes(op="placeholder")]
     state = [tensor for tensor in written_tensors(module, values) if isinstance(tensor, torch.Tensor)]
@@ -221,7 +221,7 @@ def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[
         with decided_alike(program), named_assertions(program):
             return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
     finally:
-        # Inductor copies one buffer to another while it compiles, if the program does so (2.11 and 2.13)
+        # if the program copies one buffer to another, Inductor performs this copy while it compiles (2.11 and 2.13)
         for buffer, value in zip(state, before, strict=True):
             put_back(buffer.detach(), value)
 
@@ -237,21 +237,21 @@ def _has_complex(program: ExportedProgram) -> bool:
 
 def _small_weights(program: ExportedProgram) -> set[int]:
     """Returns the numbers of elements of used parameters and buffers whose values Inductor would write into the code or, for a
-    single element, compute with.  Constants are left out, because an update cannot replace them."""
+    single element, use while it compiles.  Excludes constants, because an update cannot replace them."""
     used = [program.state_dict[name] for name in used_weights(program) if name in program.state_dict]
     return {tensor.numel() for tensor in used if tensor.numel() == 1 or (tensor.dim() == 1 and tensor.numel() <= INLINED)}
 
 
 def _libraries_take_numbers(program: ExportedProgram) -> bool:
-    """Whether a weight of no dimensions goes into an operation that is not pointwise.  GraphLowering.get_attr makes it a number."""
+    """Whether an operation that is not pointwise reads a weight of no dimensions, which GraphLowering.get_attr makes a number."""
     inputs = program.graph_signature.input_specs
     weights = {spec.arg.name for spec in inputs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)}
     numbers = [node for node in program.graph.nodes if node.name in weights and not node.meta["val"].dim()]
     return any(torch.Tag.pointwise not in getattr(user.target, "tags", ()) for node in numbers for user in node.users)
 
 
-def _passed_on(error: BaseException) -> BuildError | None:
-    """Returns the BuildError that Inductor wrapped into an error of its own, or None."""
+def _build_error(error: BaseException) -> BuildError | None:
+    """Returns the BuildError inside an error of Inductor, or None."""
     return next((exception for exception in causes(error) if isinstance(exception, BuildError)), None)
 
 
@@ -265,8 +265,8 @@ def with_buffers(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return module
 
 
-def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.GraphModule:
-    """Adds a copy of each of these outputs to the module, in place."""
+def _with_copies(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.GraphModule:
+    """Replaces the outputs at the positions `shared` by copies, in place."""
     if shared:
         output = module.graph.output_node()
         results = list(output.args[0])
@@ -279,8 +279,8 @@ def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.Gr
 
 
 def _make_reproducible(target: Path, work: Path) -> None:
-    """Removes what differs from build to build: symbols named after files, the build id, and the paths in `__FILE__` of index
-    checks.  Paths, and file names that Inductor derives from a hash of them, are replaced by text of the same length."""
+    """Removes the bytes that differ from build to build: symbols named after files, the build id, and the paths in `__FILE__` of
+    index checks.  Paths, and file names that Inductor derives from a hash of them, are replaced by text of the same length."""
     strip = shutil.which("strip")
     if strip is None:
         raise BuildError("compiler-failed", "`strip` is not on the PATH", "install binutils")

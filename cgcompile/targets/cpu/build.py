@@ -65,7 +65,7 @@ class _CompiledEntry:
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | None = None) -> ManifestParts:
     """Compiles every program, and writes the shared objects, the weights and the self-test into `stage`.  `begun`: compilations
-    that started before there was a program."""
+    that started before the export."""
     level = level_of(spec.target)
     with scratch_folder() as scratch:
         with stages("lower") as tell:
@@ -79,7 +79,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
             compile_all = partial(_compile_all, entries, tells=tells, changing=changing, level=level, begun=begun)
             compile_all(scratch, standalone=standalone)
             if standalone is None and not all(code.standalone for entry in entries for code in entry.compiled.values()):
-                standalone = False  # all code of a bundle uses torch's libraries, or none
+                standalone = False  # either all code of a bundle uses torch's libraries, or no code does
                 tell("some code calls what only torch's libraries have: the rest is linked to them, too")
                 compile_all(scratch / "again", standalone=standalone)
             tell.result(_summary([(entry.file(key), compiled) for entry in entries for key, compiled in entry.compiled.items()]))
@@ -97,7 +97,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
             except CgbundleError as error:
                 if standalone is not None:
                     raise
-                standalone = False  # torch's function may work where one of standalone.cpp fails
+                standalone = False  # torch's functions may support arguments that standalone.cpp refuses
                 tell(f"linked to torch's libraries: with functions of its own it fails ({error})")
                 compile_all(scratch / "libtorch", standalone=standalone)
                 parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
@@ -162,7 +162,8 @@ def _compile_all(
 def _parts_of_all(
     entries: Sequence[_CompiledEntry], self_tests: Mapping[str, Sequence[KeySelfTest]], weights: tuple[Weight, ...], stage: Path
 ) -> tuple[list[EntryParts], list[Region], set[str]]:
-    """Returns parts and regions of all entries, and the weights whose values the code holds.  Runs the code once per int_key."""
+    """Returns the parts and regions of all entries, and the names of weights whose values the code holds.  Runs the code once per
+    int_key."""
     regions: list[Region] = []
     folded: set[str] = set()
     parts = [_entry_parts(unit, self_tests[unit.entry.name], weights, regions, folded, stage) for unit in entries]
@@ -223,7 +224,7 @@ def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
 
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str], varying: Collection[str] = ()) -> tuple[Weight, ...]:
-    """Returns the rows under the program's names.  Memory `weights` is the mapped file, in which rows have no offsets.  Raises
+    """Returns the rows under the program's names.  Rows in memory `weights`, the mapped file, have offset 0.  Raises
     dtype-unsupported for dtypes that a bundle cannot hold and for constants with gaps or overlaps."""
     for full, value in tensors.items():
         name = full.removeprefix(PREFIX)

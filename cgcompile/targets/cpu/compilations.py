@@ -1,4 +1,4 @@
-"""Speeds up Inductor's C++ compilations: compiles the files of a program in parallel, and skips compilations that only probe.
+"""Speeds up Inductor's C++ compilations: compiles the files of a program in parallel, and skips probes of instruction sets.
 
 Private interfaces (torch 2.11, 2.13): `torch._inductor.cpp_builder.CppBuilder`, whose `build` compiles or links;
 `torch._inductor.cpu_vec_isa`, whose `VecISA.check_build` compiles and loads a probe per instruction set, a second each, and caches
@@ -31,18 +31,18 @@ from .interface import Interface
 WRAPPER = ".wrapper.cpp"
 
 ASIDE = (WRAPPER, ".kernel.cpp")
-"""Endings of the sources of a program.  Their object files are first needed by the linker."""
+"""Endings of the sources of a program, which are compiled in the background: only the linker needs their object files."""
 
 NEWER, OLDER = "-std=c++20", "-std=c++17"
-"""Inductor uses the newer standard from torch 2.13 on.  Its headers also compile with the older one, and a fifth faster, because
+"""Inductor uses the newer standard from torch 2.13 on.  Its headers also compile with the older standard, a fifth faster, because
 the headers of the standard library are smaller.  Class layouts and results are the same."""
 
 CONTROL = {"-O1": "-Og"}
-"""The file around a model only calls kernels.  With fewer optimization passes it compiles in half the time (30 layers: 5 s instead
-of 11, 16 % smaller), and runs as fast."""
+"""The wrapper file of a model only calls kernels.  With fewer optimization passes it compiles in half the time (30 layers: 5 s
+instead of 11, 16 % smaller), and runs as fast."""
 
 LIBTORCH = "libtorch.so"
-"""The file name of the shared object that is linked to torch's libraries, beside a standalone one."""
+"""The file name of the shared object that is linked to torch's libraries, beside a standalone shared object."""
 
 LINKING = "-shared"
 """An option that only the linker's command has."""
@@ -65,7 +65,7 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A source file that is compiled with other options than those of Inductor's `command`, or without the text of `interface`.
+    """A source file that is compiled with options other than those of Inductor's `command`, and without the text of `interface`.
     `whole`: the text that Inductor wrote."""
 
     path: Path
@@ -79,11 +79,11 @@ class Source:
 def side_by_side(
     interface: Interface | None, functions: OwnFunctions | None = None, called: Future[Path | None] | None = None
 ) -> Iterator[None]:
-    """Runs Inductor's compilations of a program's sources in the background while active, and replaces the interface in them by
-    `interface`.  The linker waits for all of them.  `functions`: linked in place of libtorch if the code calls nothing else.
-    LIBTORCH, the same code linked to libtorch, is then written beside the result, unless the functions are `required`.  `called`:
-    the object file of `kernels.operators`, which is linked to both.  Raises torch-unsupported, compiler-failed, and not-standalone
-    if required functions are missing."""
+    """While active, runs Inductor's compilations of a program's sources in the background.  They link the object file of
+    `interface` instead of compiling its text.  The linker waits for all of them.  `functions`: linked in place of libtorch if the
+    code calls no other function of libtorch.  LIBTORCH, the same code linked to libtorch, is then written beside the result, unless
+    the functions are `required`.  `called`: the object file of `kernels.operators`, which is linked to both.  Raises
+    torch-unsupported, compiler-failed, and not-standalone if required functions are missing."""
     plain = getattr(cpp_builder.CppBuilder, "build", None)
     if plain is None or not hasattr(cpp_builder.CppBuilder, "get_command_line"):
         raise _unsupported("torch._inductor.cpp_builder.CppBuilder.build")
@@ -134,8 +134,8 @@ def _finished(sources: list[Source], stack: ExitStack) -> list[str]:
 
 
 def _finish(source: Source, stack: ExitStack) -> list[str]:
-    """Waits for a source, and returns the object files to link in addition.  If the changed compilation fails, runs Inductor's own
-    command.  Raises CppCompileError."""
+    """Waits for the compilation of a source, and returns further object files to link.  If it fails, compiles Inductor's text with
+    Inductor's command.  Raises CppCompileError."""
     with suppress(exc.CppCompileError):
         source.running.wait()
         if source.interface is None:
@@ -160,15 +160,16 @@ def _operators(called: Future[Path | None] | None) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnFunctions:
-    """Functions to link in place of libtorch: an object file, or None if it does not compile.  `required`: if the code calls
-    others, the build fails instead of linking libtorch."""
+    """Functions to link in place of libtorch: an object file, or None if it does not compile.  `required`: if the code calls other
+    functions, the build fails instead of linking libtorch."""
 
     object_file: Future[Path | None]
     required: bool
 
 
 def _linked_alone(command: list[str], functions: OwnFunctions, folder: Path, stack: ExitStack) -> bool:
-    """Links with these functions only.  Returns False if the code calls others, or if the functions do not compile."""
+    """Links with these functions only.  If the code calls others, or if they do not compile, raises if they are required, else
+    returns False."""
     if (path := functions.object_file.result()) is None:
         if functions.required:
             raise BuildError("compiler-failed", f"the C++ compiler refuses {standalone_code.SOURCE}")
@@ -197,7 +198,7 @@ def _start(command: list[str], folder: Path, stack: ExitStack) -> Running:
 
 @contextmanager
 def unnamed_machine() -> Iterator[None]:
-    """Keeps Inductor from computing its hash of the machine's state while active.  Caches need it, but the cache here belongs to
+    """While active, replaces Inductor's hash of the machine by a constant.  Its caches need the hash, but the cache here belongs to
     one build.  The hash covers all of Triton, and takes a third of a second even for the CPU."""
     with ExitStack() as stack:
         if hasattr(codecache.CacheBase, "get_system"):
@@ -207,8 +208,8 @@ def unnamed_machine() -> Iterator[None]:
 
 @contextmanager
 def unprobed(compilers: Compilers) -> Iterator[None]:
-    """Makes Inductor consider an instruction set usable, while active, if the processor has it and the compiler enables it with its
-    options.  Inductor itself checks the processor.  Raises torch-unsupported."""
+    """While active, makes Inductor use an instruction set if the processor has it and the compiler enables it with its options.
+    Inductor itself checks the processor.  Raises torch-unsupported."""
     if not hasattr(cpu_vec_isa.VecISA, "check_build"):
         raise _unsupported("torch._inductor.cpu_vec_isa.VecISA.check_build")
 
@@ -228,7 +229,7 @@ def unprobed(compilers: Compilers) -> Iterator[None]:
 
 
 def _turned_on(compilers: Compilers, options: list[str]) -> bool:
-    """Whether the wrapped compiler enables what the options ask for.  The wrapper may replace them."""
+    """Whether the wrapped compiler defines the macros that the options define.  The wrapper may replace the options."""
     enabled = compilers.plain(*options).keys() - compilers.plain().keys()
     return enabled <= compilers.wrapped("-march=native", *options).keys()
 

@@ -1,9 +1,9 @@
-"""The C++ compiler that Inductor calls: a script in front of the real one.
+"""The C++ compiler that Inductor calls: a script that calls the real compiler.
 
 Inductor selects the processor options itself, in ways that differ from version to version.  The script overrides them, records the
 options of each compilation, and keeps the code from printing its errors.
 
-The predefined macros of the compiler are queried once and cached.  All queries together take as long as a small model.
+The predefined macros of the compiler are queried once and cached.  All queries together take as long as compiling a small model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXPRESSION = 'std::regex re("(cpu|cuda|xpu|mps)(:([0-9]+))?");'
 """The only regular expression of `MODEL` (torch 2.11, 2.13).  `REGEX` implements it."""
 
 ENDINGS = (("*.wrapper.cpp", True), ("*.cpp", False))
-"""Patterns of generated file names, the first match counts.  The flag says whether it is the file around a model."""
+"""Patterns of generated file names; the first match counts.  The flag is true for the wrapper file of a model."""
 
 SCRIPT = """#!/bin/sh
 source=$1
@@ -78,7 +78,7 @@ class WrappedCompiler:
 
 
 def wrap(folder: Path, level: Level | None) -> WrappedCompiler:
-    """Writes the script into `folder`.  `level`: the target processors, None for processors like this one."""
+    """Writes the script into `folder`.  `level`: the target processors, None for the processor of this machine."""
     folder.mkdir()
     path, notes = folder / os.path.basename(compiler()), folder / "options"  # Inductor identifies a compiler by its name
     if level is not None:
@@ -95,7 +95,7 @@ def wrap(folder: Path, level: Level | None) -> WrappedCompiler:
 
 
 def included(wrapper: bool) -> tuple[str, ...]:
-    """Returns the options that add these headers to generated code.  `wrapper`: for the file around a model."""
+    """Returns the options that add HEADER and REGEX to generated code.  `wrapper`: for the wrapper file of a model."""
     keep = () if "AOTInductorGetLastError" in INTERFACE.read_text() else ("-DCGCOMPILE_KEEPS_ERRORS",)  # torch 2.11 only prints
     text = MODEL.read_text()
     options = ("-include", str(HEADER), *keep)
@@ -119,7 +119,7 @@ class Macros:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compilers:
-    """Macro queries.  `plain`: of the C++ compiler.  `wrapped`: of the script that Inductor gets, `compiler.wrap`."""
+    """Macro queries.  `plain`: for the C++ compiler.  `wrapped`: for the script of `wrap` that Inductor calls."""
 
     plain: Ask
     wrapped: Ask

@@ -2,7 +2,7 @@
 
 Inductor generates no kernels for complex numbers, but calls torch's operators.  Operators with a `Scalar` cannot be called without
 Python (dispatch.py), so other operators replace them here.  Private interface (torch 2.11, 2.13):
-`torch._inductor.compile_fx.select_decomp_table`, the table that a program is retraced with.
+`torch._inductor.compile_fx.select_decomp_table`, the decompositions with which Inductor traces a program again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Number = bool | int | float | complex
 
 @contextmanager
 def complex_decompositions() -> Iterator[None]:
-    """Makes Inductor also retrace programs with these decompositions while active.  Raises torch-unsupported."""
+    """While active, makes Inductor use these decompositions too when it traces programs again.  Raises torch-unsupported."""
     plain = getattr(compile_fx, "select_decomp_table", None)
     if plain is None:
         raise BuildError(
@@ -42,7 +42,8 @@ def complex_decompositions() -> Iterator[None]:
 
 
 def _for_complex(function: Callable[..., Any], plain: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Returns a decomposition: `function` if an argument is complex, and Inductor's own if none is or `function` has none."""
+    """Returns a decomposition that calls `function` if an argument is complex.  If none is, or if `function` returns
+    NotImplemented, it calls `plain`, Inductor's decomposition."""
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         if _complex([*args, *kwargs.values()]) and (result := function(*args, **kwargs)) is not NotImplemented:
@@ -72,7 +73,7 @@ def scalar(value: Number, *, dtype: torch.dtype | None = None, **kwargs: Any) ->
 
 
 def add(x: Tensor, y: Tensor | Number, *, alpha: Number = 1) -> Tensor:
-    """Handles a real tensor and a complex number.  Inductor's own sum of complex tensors adds 0 to each, and comes here again."""
+    """Adds a complex number to a real tensor.  Leaves complex tensors to Inductor, which adds 0 to each and so calls this again."""
     return NotImplemented if isinstance(y, Tensor) or x.is_complex() else x + _tensor(y * alpha, x)
 
 
@@ -125,8 +126,8 @@ def unequal(x: Tensor, value: Number) -> Tensor:
 
 
 def converted(x: Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-    """Converts real and imaginary parts.  Inductor's own code for a conversion needs Python if the source or the result is
-    complex128, or if a tensor has no axes."""
+    """Converts real and imaginary parts.  Inductor's code for a conversion needs Python if the source or the result is complex128,
+    or if a tensor has no axes."""
     target_dtype = x.dtype if dtype is None else dtype
     parts = torch.view_as_real(x.resolve_conj()).unbind(-1) if x.is_complex() else (x, torch.zeros_like(x))
     if target_dtype is torch.bool:
@@ -159,8 +160,8 @@ def _scaled(x: Any, factor: Number) -> Any:
 
 
 def _tensor(value: Number, like: Tensor) -> Tensor:
-    """Returns a number as a complex tensor of no dimensions, with the dtype that PyTorch gives the result of both.  Inductor would
-    make complex128 of a number, and so of the result if the other tensor has integers (torch 2.13)."""
+    """Returns a number as a complex tensor of no dimensions, with the dtype of PyTorch's result for `like` and the number.
+    Inductor would use complex128 for the number, and so for the result if `like` has integers (torch 2.13)."""
     common = torch.result_type(like, value)
     return full((), value, dtype=common if common.is_complex else None)
 
@@ -185,6 +186,6 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: converted,
     aten.var.correction: variance,
     aten.flip.default: flipped,
-    aten._conj.default: lambda x: x.conj_physical(),  # else a kernel would read the values without conjugating them
+    aten._conj.default: lambda x: x.conj_physical(),  # a kernel would read the values of a lazy conjugate without conjugating them
 }
 """Decompositions by operator, used if an argument is complex."""

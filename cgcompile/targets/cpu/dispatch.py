@@ -1,9 +1,9 @@
-"""Operators without a C function in AOTInductor are called by name, through torch's dispatcher.
+"""Calls operators without a C function in AOTInductor by name, through torch's dispatcher.
 
-AOTInductor would leave them to a *proxy executor*, an object of the serving process that needs torch's C++ classes.  The generated
-code calls `torch_call_dispatcher` instead, a function of torch's stable C interface (torch/csrc/stable/c/shim.h, since 2.10).  It
-takes tensors, numbers, strings, devices, lists and optional values.  It does not take a `Scalar`, whose dtype is unknown at compile
-time.  The operators in `BROKEN_C_FUNCTIONS` have a C function with a defect.  They are called through the dispatcher too.
+AOTInductor would call them through a *proxy executor*, an object of the serving process that needs torch's C++ classes.  The
+generated code calls `torch_call_dispatcher` instead, a function of torch's stable C interface (torch/csrc/stable/c/shim.h, since
+2.10).  It takes tensors, numbers, strings, devices, lists and optional values.  It does not take a `Scalar`, whose dtype is unknown
+at compile time.  The operators in `BROKEN_C_FUNCTIONS`, whose C functions have a defect, are called through the dispatcher too.
 
 Private interfaces (torch 2.11, 2.13): `CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot`,
 `FallbackKernel.export_extern_kernel_node`, `cexpr`, the table of `torchgen.aoti.fallback_ops`, and
@@ -62,7 +62,7 @@ def fallbacks_through_dispatcher() -> Iterator[None]:
     export_extern_kernel_node = ir.FallbackKernel.export_extern_kernel_node
 
     def checked_arguments(kernel: Any) -> Any:
-        with patch.object(V.graph, "aot_mode", False):  # else the kernel is serialized for a proxy executor
+        with patch.object(V.graph, "aot_mode", False):  # in this mode the kernel would be serialized for a proxy executor
             args = export_extern_kernel_node(kernel)
         _check_arguments(kernel, args)
         return args
@@ -126,7 +126,7 @@ def _supported(argument: Any) -> bool:
 _NUMBERS = torch.IntType | torch.SymIntType | torch.FloatType | torch.BoolType | torch.SymBoolType
 
 _ENUMERATIONS = {"ScalarType": "dtype", "Layout": "layout", "MemoryFormat": "memory_format"}
-"""Enumeration types of arguments, and the word for them in the name of a C function: "dtype" in `aoti_torch_dtype_float32`."""
+"""Enumeration types of arguments, with their word in the names of C functions: "dtype" in `aoti_torch_dtype_float32`."""
 
 
 def _generate_call(

@@ -1,10 +1,10 @@
 """Code that is compiled once for all models: the C interface of AOTInductor's code, and replacements of libtorch's functions.
 Inductor copies torch's interface.cpp into the wrapper file of every model (`*.wrapper.cpp`).  This text and its templates take two
-thirds of the compilation of a small model, and do not depend on the model.  So it is compiled separately, for all processors of
-this kind (it is control code), kept in the content cache, and linked.
+thirds of the compilation of a small model, and do not depend on the model.  So the text is compiled separately, kept in the content
+cache, and linked.  It is compiled without -march, because it is only control code.
 
-Private interface of torch (2.11, 2.13): this text, which the generated file contains unchanged, and its headers.  A file without it
-is compiled as a whole, and so is a file whose macros differ from DEFINED.
+Private interface of torch (2.11, 2.13): this text, which the generated file contains unchanged, and its headers.  A file without
+the text, or whose macros differ from DEFINED, is compiled unchanged.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TORCH = Path(torch.__file__).parent
 TEXT = TORCH / "_inductor/codegen/aoti_runtime/interface.cpp"
 
 FIRST = "#include <torch/csrc/inductor/aoti_include/cpu.h>\n"
-"""The text before it in the generated file."""
+"""The line before the text in the generated file."""
 
 CONTAINER = "model_container.h"
-"""The header of the interface's templates, which a model alone does not need."""
+"""The header of the interface's templates, which the rest of the wrapper file does not need."""
 
 DEFINED = ("TORCH_INDUCTOR_CPP_WRAPPER", "STANDALONE_TORCH_HEADER", "C10_USING_CUSTOM_GENERATED_MACROS", "NDEBUG")
 """The macros of generated files for the CPU.  Other macros change classes in the headers (USE_CUDA)."""
@@ -64,7 +64,7 @@ class ObjectFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interface:
-    """The `text` of torch's file, and its object file when it is compiled: a path, or None if the compiler fails."""
+    """The `text` of torch's file, and the future of its object file: a path, or None if the compiler fails."""
 
     text: str
     object_file: Future[Path | None]
@@ -80,15 +80,15 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """Compilations that do not depend on a model.  `functions`: of `kernels.standalone`, None if no code needs them.  `operators`:
-    of `kernels.operators`, None if no program calls them."""
+    """Compilations that do not depend on a model.  `functions`: the object file of `kernels.standalone`, None if no code needs it.
+    `operators`: that of `kernels.operators`, None if no program can call them."""
 
     interface: Interface | None
     functions: Future[Path | None] | None
     operators: Future[Path | None] | None
 
     def wait(self) -> None:
-        """Waits until all are done, because a forked process cannot wait for a thread of this process."""
+        """Waits until all compilations are done, because a forked process cannot wait for a thread of this process."""
         for future in (self.interface.object_file if self.interface is not None else None, self.functions, self.operators):
             if future is not None:
                 future.result()
@@ -96,7 +96,8 @@ class Begun:
 
 @contextmanager
 def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
-    """Starts all compilations, for processors of a `level`.  `functions`: whether to compile these; None: if they are faster."""
+    """Starts all compilations, for processors of a `level`.  `functions`: whether to compile `kernels.standalone`; None: if
+    `products.fast`."""
     with ExitStack() as stack:
         needs_functions = fast(level) if functions is None else functions
         has_compiler = shutil.which(compiler()) is not None
@@ -108,8 +109,8 @@ def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
 
 
 def begun_object(source: ModuleType, level: Level | None, stack: ExitStack) -> Future[Path | None]:
-    """Returns the object file of `source`, a module of `kernels`, which is compiled in the background unless the cache has it.
-    None if the compiler fails."""
+    """Returns the future of the object file of `source`, a module of `kernels`, from the cache or from a compiler in the
+    background.  The result is None if it fails."""
     folder, path = stack.enter_context(scratch_folder()), None
     about = described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
     name = source.SOURCE.stem
@@ -121,8 +122,8 @@ def begun_object(source: ModuleType, level: Level | None, stack: ExitStack) -> F
 
 @contextmanager
 def begun_interface() -> Iterator[Interface | None]:
-    """Yields the interface, which is compiled in the background unless the cache has it.  None without a compiler, or if torch has
-    another text.  Raises cache-unsafe."""
+    """Yields the interface, which is compiled in the background unless the cache has it.  Yields None if there is no compiler, or
+    if torch has no such file.  Raises cache-unsafe."""
     if not TEXT.exists() or shutil.which(compiler()) is None:
         yield None
         return
@@ -138,7 +139,8 @@ def begun_interface() -> Iterator[Interface | None]:
 
 
 def _begun(command: list[str], target: Path, path: Path | None, stack: ExitStack) -> Future[Path | None]:
-    """Returns the object file `target`, from a command in the background, unless `path` has it.  None if the compiler fails."""
+    """Returns the future of the file `target`, from the cache at `path` or from `command` in the background.  The result is None if
+    `command` fails."""
     if path is not None and (object_file := recall(path, ObjectFile)) is not None:
         target.write_bytes(object_file.code)
         future: Future[Path | None] = Future()
@@ -168,7 +170,7 @@ def _dependencies() -> Iterator[object]:
 
 
 def macros(command: Sequence[str]) -> set[str]:
-    """Returns the relevant macros that a compiler command defines."""
+    """Returns the macros that a compiler command defines, except those of WITHOUT_EFFECT."""
     joined = [word.removeprefix("-D") for word in command if word.startswith("-D") and word != "-D"]
     separate = [word for option, word in pairwise(command) if option == "-D"]
     return {name for name in (*joined, *separate) if not name.startswith(WITHOUT_EFFECT)}

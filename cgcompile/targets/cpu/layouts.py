@@ -23,8 +23,8 @@ from ..weights import unbound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """A loaded shared object.  `functions`: its C interface.  `constants`: (its name of a constant, position of the weight in the
-    manifest).  `state`: buffers that it writes to, with their initial values.  `unbound`: as in `weights.unbound`."""
+    """A loaded shared object.  `functions`: the C interface of its tensors.  `constants`: (its name of a constant, position of the
+    weight in the manifest).  `state`: (copy to which it writes, buffer of the program).  `unbound`: as in `weights.unbound`."""
 
     region: HostRegion
     functions: libtorch.LibTorch
@@ -34,34 +34,34 @@ class Bound:
 
     def restore(self) -> None:
         """Resets the state to its initial values."""
-        for now, first in self.state:
-            put_back(now, first)
+        for current, initial in self.state:
+            put_back(current, initial)
 
 
 def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weight]) -> Bound:
-    """Loads the shared object of `program`, with the model's tensors as constants, and with copies of those that it writes to.
-    Raises constant-unknown for a constant that is not a weight."""
+    """Loads the shared object of `program`, with the model's tensors as constants, and with copies of the tensors to which it
+    writes.  Raises constant-unknown for a constant that is not a weight."""
     code = path.read_bytes()
     torch_library = libtorch.of_code(code, path.name) or libtorch.load(torch.__version__)
     region = HostRegion(code, torch_library, path.name)
     tensors = weight_tensors(program)
     positions = {row.name: index for index, row in enumerate(weights)}
     pairs, bound, state = [], {}, []
-    for label, model in region.constants():
-        name = model.removeprefix(PREFIX)
-        if model not in tensors or name not in positions:
+    for label, full_name in region.constants():
+        name = full_name.removeprefix(PREFIX)
+        if full_name not in tensors or name not in positions:
             raise ModelError(
                 "constant-unknown",
-                f"the compiled code reads the constant {label!r} ({model or 'made by Inductor'}), not a weight of the model",
+                f"the compiled code reads the constant {label!r} ({full_name or 'made by Inductor'}), not a weight of the model",
             )
         pairs.append((label, positions[name]))
-        value = tensors[model].detach()
+        value = tensors[full_name].detach()
         if weights[positions[name]].memory == "state":
             state.append((copied(value), value))
             value = state[-1][0]
         bound[label] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))
     region.bind(bound)
-    unbound_names = frozenset(unbound(program, [model for _, model in region.constants()]))
+    unbound_names = frozenset(unbound(program, [full_name for _, full_name in region.constants()]))
     return Bound(region=region, functions=torch_library, constants=tuple(pairs), state=tuple(state), unbound=unbound_names)
 
 

@@ -1,6 +1,6 @@
 """Patches Inductor's C++ loops in three ways: number of threads, exceptions of index checks, and reshapes.
 
-Threads: for all processors, Inductor (torch 2.13) writes `omp parallel` without a number of threads.  But it allocates the
+Threads: if all processors are used, Inductor (torch 2.13) writes `omp parallel` without a number of threads.  But it allocates the
 partial results of a parallel reduction for the number of threads of the build.  On a machine with more threads the code writes
 past their end, and parts of a sum are lost.  torch 2.11 writes a fixed number of threads.  With the option
 `cpp.dynamic_threads`, the code reads the number at run time, but then Inductor makes every loop parallel.  For a few elements,
@@ -75,7 +75,7 @@ PATCHED_METHODS = (("CppKernel", "gen_body"), ("KernelGroup", "codegen_group"))
 """Methods of torch._inductor.codegen.cpp: the first generates a loop body, the second the function that contains the loops."""
 
 FAILURE = "cgcompile_failure"
-"""Name of the C++ variable that stores the first exception of a function's loops."""
+"""The name of the C++ variable that stores the first exception of a function's loops."""
 
 DEFINITION = """\
 #ifndef CGCOMPILE_FAILURE
@@ -142,7 +142,7 @@ def _rethrowing(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_rethrow(text: str) -> str:
-    """Adds the variable for the exception to the beginning of a C++ function, and the rethrow to its end.  Returns the source."""
+    """Returns the source of a C++ function with the variable for the exception at its beginning, and the rethrow at its end."""
     begin = text.index('extern "C"')
     body, end = text.index("{", begin) + 1, text.rindex("}")
     return (
@@ -174,8 +174,8 @@ def _materializing(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def crosses_axes(old: Sequence[Any], new: Sequence[Any]) -> bool:
-    """Whether a reshape from `old` to `new` sizes (numbers or symbols) does more than merge axes and split axes.  If so, both
-    shapes have axis boundaries between the same two common boundaries."""
+    """Whether a reshape from `old` to `new` sizes (numbers or symbols) does more than merge or split axes.  Then, between two
+    boundaries that both shapes have, each shape has further boundaries."""
     old_ends, new_ends = _boundaries(old), _boundaries(new)
     common = set(old_ends) & set(new_ends)
     counts = zip(_counts_between(old_ends, common), _counts_between(new_ends, common), strict=True)
@@ -188,7 +188,7 @@ def _boundaries(sizes: Sequence[Any]) -> list[Any]:
 
 
 def _counts_between(ends: Sequence[Any], common: set[Any]) -> list[int]:
-    """Returns the number of boundaries before the first common one, between each two, and after the last."""
+    """Returns the number of boundaries before the first common boundary, between each two of them, and after the last."""
     counts = [0]
     for end in ends:
         if end in common:

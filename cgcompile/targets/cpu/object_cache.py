@@ -1,7 +1,8 @@
-"""Caches shared objects of builds.  The key has all that they depend on: program, weights, options, compilers, processor.
+"""Caches shared objects of builds.  The cache key covers the program, weights, options, compilers and processor.
 
-A cached object is used without importing Inductor's compiler.  Its self-test verifies it like a newly compiled one.  Private in
-torch (2.11, 2.13): `torch._inductor.config.save_config_portable`, and the same function of `torch._functorch.config`."""
+A cached object is used without importing Inductor's compiler.  The self-test verifies it like a newly compiled object.  Private
+interfaces of torch (2.11, 2.13): `torch._inductor.config.save_config_portable`, and the same function of `torch._functorch.config`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from .compiler import HEADER, REGEX
 from .interface import Begun
 
 NOTES = ("aot_inductor.metadata",)
-"""Options in which Inductor notes what it compiled for.  The first program of a process changes them, so the key excludes them."""
+"""Options in which Inductor stores metadata of a compilation.  The first program of a process changes them, so the cache key
+excludes them."""
 
 ATEN = "ATEN_CPU_CAPABILITY"
 """The environment variable that selects instruction sets, also for Inductor."""
@@ -71,13 +73,13 @@ def compiled_and_kept(
     compiled = compile_cpu(program, work, tell, shared, changing, level, begun, standalone)
     options = program, contents, shared, changing, level
     _keep(kept_at(*options, standalone), compiled.path, compiled.features)
-    if compiled.libtorch is not None:  # the build needs it next if the self-test fails with functions of standalone.cpp
+    if compiled.libtorch is not None:  # the build needs it if the code fails with functions of standalone.cpp
         _keep(kept_at(*options, False), compiled.libtorch, compiled.features)
     return compiled
 
 
 def recalled(path: Path | None, work: Path) -> Compiled | None:
-    """Writes the object that is cached at `path` into the folder `work`.  Returns None if there is none."""
+    """Writes the object that is cached at `path` into the folder `work`.  Returns None if the cache has none."""
     if path is None or (library := recall(path, SharedObject)) is None:
         return None
     target = work / "model.so"

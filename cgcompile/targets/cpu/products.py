@@ -1,4 +1,4 @@
-"""Checks whether the functions of standalone.cpp support a program's products: float32, and convolutions that cut patches."""
+"""Checks whether standalone.cpp supports a program's matrix products and convolutions, and whether it is as fast as libtorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cgbundle.cpu.machine import processor_flags
 from ..instruction_sets import X86_64, Level
 
 VECTORS = "avx2"
-"""A flag in /proc/cpuinfo.  Without it, and on other architectures, these products were not compared with torch's."""
+"""A flag in /proc/cpuinfo.  Without it, and on other architectures, the speed was not compared with that of libtorch."""
 
 CONVOLUTION = "aten.conv2d"
 
@@ -32,27 +32,28 @@ PRODUCTS = CONVOLUTIONS | {
         "mm", "mv", "scaled_dot_product_attention", "tensordot", "vdot",
     )
 }  # fmt: skip
-"""Operators that libraries compute as products."""
+"""Operators that libraries compute as matrix products."""
 
 SUITED = (torch.float32, torch.bool)
 """Supported dtypes of operands: values and masks."""
 
 
 def suits(program: ExportedProgram, level: Level | None) -> bool:
-    """Whether to link these functions first: on processors where they were measured to be as fast as torch's.  Other missing
-    functions are only detected when the code is linked, or when it runs; both are rare.  `level`: None for this processor."""
+    """Whether to try the functions of standalone.cpp before libtorch's.  They must be `fast`, and support all products;
+    convolutions must be over patches.  Other missing functions are detected when the code is linked or runs.  `level`: None for
+    this processor."""
     patches = all(_is_patches(node) for node in _products(program) if _name(node) in CONVOLUTIONS)
     return fast(level) and patches and not lacking(program)
 
 
 def fast(level: Level | None) -> bool:
-    """Whether these products were compared with torch's on such processors."""
+    """Whether these functions were measured to be fast on such processors."""
     features = level.features if level is not None else processor_flags()
     return os.uname().machine == X86_64 and VECTORS in features
 
 
 def lacking(program: ExportedProgram) -> str:
-    """Returns a description of the first product that these functions do not support, or ""."""
+    """Returns a description of the first product that standalone.cpp does not support, or ""."""
     for node in _products(program):
         others = [factor.dtype for factor in _factors(node) if factor.dtype not in SUITED]
         if others:
@@ -80,7 +81,7 @@ def _factors(node: Node) -> list[torch.Tensor]:
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:
-    """Returns the given arguments by name."""
+    """Returns the arguments that a call passes, by name."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}

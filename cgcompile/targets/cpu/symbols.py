@@ -1,15 +1,17 @@
 """Symbols in code for the CPU: sizes that vary, and numbers in assertions of the model.
 
-A decision of torch for the sizes of the example must hold for all sizes, or the build is refused.  While Inductor lowers a program,
-the symbols of its sizes are frozen: if torch evaluates `batch >= 16`, it uses the value of the example, and keeps no guard.  But
-the answer narrows the symbol's range.  With sizes 1 and 16, the range 1 to 16 becomes 16 alone.  The code then writes 16 rows for
-every call (torch 2.11 and 2.13: a 3 x 3 convolution).  So answers do not narrow ranges here.  The answer that selects an
-implementation of a convolution affects only the layout of memory, and may be that of the example.  `guard_or_false` and
-`guard_or_true` name the answer with which code is right for all sizes.  They give that one if the sizes disagree, as with the small
-products that Inductor computes without a library.  Any other answer has to be the same for the smallest and the largest sizes.
+While Inductor lowers a program, the symbols of its sizes are frozen: if torch evaluates `batch >= 16`, it uses the size in the
+example, and keeps no guard.  Such an answer must hold for all sizes, else the build is refused.  The answer would also narrow the
+symbol's range.  With sizes 1 and 16, the range 1 to 16 would become 16 alone.  The code would then write 16 rows for every call
+(torch 2.11 and 2.13: a 3 x 3 convolution).  So answers do not narrow ranges here.
 
-If an assertion about a number fails, the message of Inductor's code has its own name of the number ("Expected u8 >= 20 but received
-12"), and no line of the model.  So the line of the assertion is added, or else the line that reads the number.
+Two answers may differ between sizes.  The answer that selects an implementation of a convolution affects only the layout of memory,
+so it may be that of the example.  The default of `guard_or_false` and `guard_or_true` is correct for all sizes.  They return it if
+the sizes disagree, for example for small products that Inductor computes without a library.  Any other answer has to be the same
+for the smallest and the largest sizes.
+
+If an assertion about a number fails, the message of Inductor's code has Inductor's name of the number ("Expected u8 >= 20 but
+received 12"), and no line of the model.  So this module adds the line of the assertion, or else the line that reads the number.
 
 Private interfaces (torch 2.11, 2.13): `ShapeEnv._check_frozen` and `ShapeEnv._maybe_guard_rel`, `torch._C._select_conv_backend`,
 `symbolic_shapes._guard_or`, `canonicalize_bool_expr`, `torch._inductor.ir.AssertScalar`,
@@ -48,8 +50,8 @@ METHODS = (
 
 @contextmanager
 def decided_alike(program: ExportedProgram) -> Iterator[None]:
-    """Makes Inductor generate code for all sizes of `program` inside the context.  Raises size-decides at its end if a decision of
-    torch differs between the example's sizes and the smallest or largest ones.  Raises torch-unsupported."""
+    """While active, makes Inductor generate code for all sizes of `program`.  At its end raises size-decides if an answer of torch
+    differs between the example's sizes and the smallest or largest sizes.  Raises torch-unsupported."""
     for owner, name in METHODS:
         if not hasattr(owner, name):
             raise BuildError(
@@ -70,7 +72,7 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
 
     def general(condition: Any, default: bool) -> bool:
         expr = condition.node.expr if isinstance(condition, torch.SymBool) else None
-        if _has_limits(expr, limits) and _otherwise(expr, not default, limits, {}) is not None:
+        if _has_limits(expr, limits) and _differing_sizes(expr, not default, limits, {}) is not None:
             return default
         return bool(guard(condition, default))
 
@@ -78,19 +80,19 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
         patch.object(*METHODS[3], general),
         patch.object(*METHODS[0], noted),
         patch.object(*METHODS[1], narrowed),
-        patch.object(*METHODS[2], _of_example(torch._C._select_conv_backend)),
+        patch.object(*METHODS[2], _with_example_sizes(torch._C._select_conv_backend)),
     ):
         yield
     axes = _axes(program)
     for expr, value in answers.items():
-        if (other := _otherwise(expr, value, limits, axes)) is not None:
+        if (other := _differing_sizes(expr, value, limits, axes)) is not None:
             raise BuildError(
                 "size-decides", f"torch compiles different code for {other} than for the largest sizes: {expr} is {value} there"
             )
 
 
 def _axes(program: ExportedProgram) -> dict[Any, str]:
-    """Returns the first axis of an input whose size is a symbol, such as "axis 1 of input 0", for each symbol."""
+    """Returns, for each symbol, the first axis of an input whose size it is, such as "axis 1 of input 0"."""
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     inputs = values[len(values) - len(program.graph_signature.user_inputs) :]
     axes: dict[Any, str] = {}
@@ -115,8 +117,8 @@ def _has_limits(expr: Any, limits: Mapping[Any, tuple[int, int]]) -> bool:
     return symbols is not None and bool(symbols) and symbols <= limits.keys()
 
 
-def _otherwise(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]], axes: Mapping[Any, str]) -> str | None:
-    """Returns the extreme sizes at which `expr` is not `value`, as text."""
+def _differing_sizes(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]], axes: Mapping[Any, str]) -> str | None:
+    """Returns the smallest and largest sizes at which `expr` is not `value`, as text, or None."""
     symbols = sorted(expr.free_symbols, key=str)
     for corner in product(*[limits[symbol] for symbol in symbols]):
         if sympy.sympify(expr.subs(dict(zip(symbols, corner, strict=True)))) != value:
@@ -125,8 +127,8 @@ def _otherwise(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]], axe
     return None
 
 
-def _of_example(select: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `select`, to call it with the sizes of the example instead of symbols."""
+def _with_example_sizes(select: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `select` so that it gets the sizes of the example instead of symbols."""
 
     def selected(*args: Any, **kwargs: Any) -> Any:
         return select(*[_plain(argument) for argument in args], **{name: _plain(argument) for name, argument in kwargs.items()})
@@ -147,7 +149,7 @@ def _number(size: Any) -> int:
 
 @contextmanager
 def named_assertions(program: ExportedProgram) -> Iterator[None]:
-    """Makes assertions about a number name their line of the model inside the context.  Raises torch-unsupported."""
+    """While active, makes the messages of assertions about numbers name their line of the model.  Raises torch-unsupported."""
     if not hasattr(ir, "AssertScalar") or not hasattr(GraphLowering, MAKING):
         raise BuildError("torch-unsupported", f"torch {torch.__version__}: Inductor has no AssertScalar; tested were 2.11 and 2.13")
     lines = _assertions(program)
@@ -166,7 +168,7 @@ def named_assertions(program: ExportedProgram) -> Iterator[None]:
 
 
 def _assertions(program: ExportedProgram) -> dict[str, str]:
-    """Returns the message of every assertion of the model about a number, by its condition.  Names all lines with that
+    """Returns the message of every assertion of the model about a number, by its condition.  The message names all lines with that
     condition."""
     nodes_by_form: dict[str, list[Node]] = {}
     for module in program.graph_module.modules():

@@ -1,1 +1,1 @@
-"""Code that both recorders of a cuda target share: lowering levels, host regions, steps, and the bundle's files."""
+"""Code that both recorders for GPUs share: lowering levels, host regions, steps, and the bundle's files."""

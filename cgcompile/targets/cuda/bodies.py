@@ -1,5 +1,5 @@
 """Collects the nodes of a recording with branches and loops, and returns them as rows, with the bodies in
-breadth-first order.  Pure."""
+breadth-first order."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class _Conditional:
 
 
 class Bodies:
-    """Adds nodes to the innermost open body.  They run after all nodes that were added to it before."""
+    """Adds nodes to the innermost open body.  New nodes run after all nodes that the body already has."""
 
     def __init__(self) -> None:
         self._root = _Graph()
         self._open: list[_Conditional] = []
 
     def add(self, nodes: Sequence[Node | _Conditional], edges: Sequence[Edge] | None = None) -> None:
-        """Adds nodes.  `edges` connect them by their positions; None: they run one after the other."""
+        """Adds nodes.  `edges` connect them by their positions in `nodes`; None: they run one after the other."""
         if not nodes:
             return
         graph = self._current()
@@ -69,7 +69,7 @@ class Bodies:
         """Returns the nodes, the edges, and the position of the first node of each body."""
         graphs = [self._root]
         numbers: dict[int, int] = {}
-        for graph in graphs:  # grows while it is walked
+        for graph in graphs:  # the loop appends to the list
             for node in graph.nodes:
                 if isinstance(node, _Conditional):
                     numbers[node.number] = len(numbers)

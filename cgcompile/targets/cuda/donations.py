@@ -1,6 +1,6 @@
-"""The device memory of donated outputs: a reserved part of the arena for each entry.  Pure; sizes in bytes.
+"""The device memory of donated outputs: a reserved part of the arena for each entry.  Sizes are in bytes.
 
-All programs use the same arena, so a call could overwrite the outputs of another one.  So each source of a donation has a reserved
+All programs use the same arena, so a call could overwrite the outputs of another call.  So each source of a donation has a reserved
 part in front of the shared arena.  It is as large as the entry's largest int_key needs, and holds the outputs of the latest call.
 """
 
@@ -19,8 +19,8 @@ from .host_regions import SplitProgram
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DonatedOutput:
-    """An output of an int_key's program that is in a donation.  `region`, `output`: the graph region that computes it, and its
-    position there.  `entry`, `number`: the entry's name, and the output's position in its signature."""
+    """An output of an int_key's program that is in a donation.  `region`, `output`: the number of the graph region that computes
+    it, and its position there.  `entry`, `number`: the entry's name, and the output's position in its signature."""
 
     entry: str
     number: int
@@ -40,8 +40,8 @@ def donated_outputs(spec: BuildSpec, split: SplitProgram | None) -> dict[IntKey,
 
 
 def reserved_parts(needs: Mapping[str, int], to: int = ALIGN) -> tuple[DonatedRange, ...]:
-    """Returns a part of the arena for each entry and the bytes that it needs, from offset 0 on, at multiples of `to`.  PAD unused
-    bytes separate the parts, so that an address one past the end of a part is not in the next one."""
+    """Returns a part of the arena for each entry, from offset 0 on, at multiples of `to`.  `needs`: bytes by entry.  PAD unused
+    bytes separate the parts, so that an address one past the end of a part is not in the next part."""
     rows, end = [], 0
     for entry, size in needs.items():
         rows.append(DonatedRange(entry=entry, offset=align(end, to), bytes=size + PAD))
@@ -55,7 +55,6 @@ def reserved_end(rows: Sequence[DonatedRange], to: int = ALIGN) -> int:
 
 
 def refused(entry: str, number: int, why: str) -> ModelError:
-    """Returns the error for an output that cannot be donated."""
     return ModelError("donation-refused", f"donations(): output {number} of {entry}() {why}")
 
 

@@ -1,5 +1,5 @@
 """Reads the needed parts of a cubin, a little-endian ELF-64 file: sections, and symbols of type OBJECT (module variables, with
-their initial bytes) and FUNC (kernels).  Layouts are those of the ELF-64 specification.  Pure and bounds-checked."""
+their initial bytes) and FUNC (kernels).  Layouts are those of the ELF-64 specification.  All reads are bounds-checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A section: `offset` and `size` are its place in the file.  A section of type SHT_NOBITS has no bytes there."""
+    """A section.  `offset` and `size`: its bytes in the file.  A section of type SHT_NOBITS has no bytes there."""
 
     name: str
     type: int
@@ -59,8 +59,8 @@ class Cubin:
 
 
 def read_cubin(image: bytes, what: str = "image") -> Cubin:
-    """Reads a cubin.  `what` names the image in messages.  Raises image-format if the bytes are truncated or no cubin ELF file; the
-    message says so for a fatbin and for PTX text."""
+    """Reads a cubin.  `what` names the image in messages.  Raises image-format if the bytes are truncated or not a cubin ELF file.
+    The message tells if they are a fatbin or PTX text."""
     sections = read_sections(image, what)
     data: list[Symbol] = []
     functions: set[str] = set()

@@ -1,4 +1,4 @@
-"""emit, for a cuda target: converts recordings into the files of the bundle and the rows of the manifest."""
+"""The stage emit for a GPU: converts recordings into the files of the bundle and the rows of the manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .recorded import RecordedProgram, RegionKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """The manifest's rows, and the `recordings` by their file.  `fills`: whether memsets became kernel launches (fills.py)."""
+    """The manifest's rows, and the `recordings` by file name.  `fills`: whether memsets became kernel launches (fills.py)."""
 
     weights: tuple[Weight, ...]
     regions: tuple[Region, ...]
@@ -39,8 +39,8 @@ def write_recorded(
     split: SplitProgram | None,
     hosts: HostRegions,
 ) -> Written:
-    """Writes kernel images and graph tables into `stage`.  `weights`: the manifest's rows, whose file exists already; `arch`:
-    "sm_90".  Raises extra-missing, kernel-failed."""
+    """Writes kernel images and graph tables into `stage`.  `weights`: the manifest's rows, whose file exists already.  `arch`: such
+    as "sm_90".  Raises extra-missing, kernel-failed."""
     recordings = {name: replace(graph.recording, key=own_key(name[1])) for name, graph in recorded.graphs.items()}
     images = dict(recorded.images)
     fills = has_memsets(recordings.values())
@@ -75,7 +75,7 @@ def write_recorded(
 
 
 def arena_bytes(recorded: RecordedProgram) -> dict[IntKey, int]:
-    """Returns the bytes of memory `arena` that each key needs."""
+    """Returns the bytes of memory `arena` that each int_key needs."""
     return {
         key: max([graph.arena for (_, other), graph in recorded.graphs.items() if other == key], default=PAD)
         for key in recorded.static
@@ -95,7 +95,7 @@ def _whole(recorded: RecordedProgram, key: IntKey, file: str) -> Program:
 
 
 def write_kernels(stage: Path, images: Mapping[str, bytes]) -> None:
-    """Writes kernels/<sha256>, each image once."""
+    """Writes each image to kernels/<sha256>."""
     (stage / "kernels").mkdir()
     for name, image in images.items():
         assert hashlib.sha256(image).hexdigest() == name, name

@@ -37,9 +37,9 @@ from .tensors import input_offsets
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitProgram:
-    """Programs of several regions per key, with every value as eager PyTorch computed it.  `uploads`: the places of values that the
-    host computes, in memory `inputs` after the call's inputs.  `host_only`: weights that only host regions read.  `state`: the
-    names of the buffers of `Partition.state`, by placeholder."""
+    """Programs of several regions, by int_key.  `values`: every value as eager PyTorch computed it.  `uploads`: the places of
+    values that the host computes, in memory `inputs` after the call's inputs.  `host_only`: weights that only host regions read.
+    `state`: the names of the buffers of `Partition.state`, by placeholder."""
 
     partitions: dict[IntKey, Partition] = field(repr=False)
     regions: dict[IntKey, tuple[RegionModule, ...]] = field(repr=False)
@@ -51,8 +51,8 @@ class SplitProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRegions:
-    """Compiled host regions.  `rows`: by (region, key); keys can share a row.  `features`: the processor features that the code of
-    all regions uses.  `unbound`: as in `weights.unbound`."""
+    """Compiled host regions.  `rows`: by (region, int_key); int_keys can share a row.  `features`: the processor features that the
+    code of all regions uses.  `unbound`: as in `weights.unbound`."""
 
     rows: Mapping[tuple[str, IntKey], Region]
     features: tuple[str, ...]
@@ -88,14 +88,14 @@ def host_stage(
 
 
 def off_gpu(split: SplitProgram | None, hosts: HostRegions, weights: Sequence[Weight]) -> frozenset[str]:
-    """Returns the weights of `split.host_only` that compiled code takes as constants, tied ones together.  Other weights are values
-    in the code: Inductor writes weights of eight elements or fewer as numbers.  `weights`: the rows for the compilation."""
+    """Returns the weights of `split.host_only` that compiled code reads as constants, with the weights tied to them.  It does not
+    read small weights: Inductor writes up to eight elements into the code.  `weights`: the rows for the compilation."""
     constants = {weights[index].tensor for region in hosts.rows.values() for _, index in region.constants}
     return frozenset([row.name for row in weights if split and row.name in split.host_only and row.tensor in constants])
 
 
 def split_program(programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> SplitProgram:
-    """Splits all programs.  `calls`: example inputs of every key, on the programs' device.  Raises the errors of `partition`."""
+    """Splits all programs.  `calls`: example inputs by int_key, on the programs' device.  Raises the errors of `partition`."""
     by_program = {id(program): partition(program, placements[key]) for key, program in programs.distinct}
     partitions, regions, values, uploads, state = {}, {}, {}, {}, {}
     for key, tensors in calls.items():
@@ -128,7 +128,7 @@ def _uploads(planned: Partition, values: Mapping[str, torch.Tensor], end: int) -
 
 
 def _host_only(programs: Programs, regions: Sequence[RegionModule]) -> frozenset[str]:
-    """Returns the weights that host regions read and no graph does.  Tied weights are treated as one."""
+    """Returns the weights that host regions read and no graph reads.  Tied weights are treated as one weight."""
     read: dict[str, set[str]] = {"graph": set(), "host": set()}
     for region in regions:
         region_weights = {
@@ -145,9 +145,9 @@ def _host_only(programs: Programs, regions: Sequence[RegionModule]) -> frozenset
 def compile_host_regions(
     split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: Tell, level: Level | None = None
 ) -> HostRegions:
-    """Compiles every host region that has operations, for every key, and writes host/<name>.so into `stage`.  Keys whose region has
-    the same code and inputs share a file.  `weights`: of `lay_out`.  `level`: the target processors, None for processors like this
-    one.  Raises compiler-failed, constant-unknown, operator-without-code, torch-unsupported."""
+    """Compiles every host region that has operations, for every int_key, and writes host/<name>.so into `stage`.  int_keys whose
+    region has the same code and inputs share a file.  `weights`: the rows of `lay_out`.  `level`: the target processors, None for
+    the processor of this machine.  Raises compiler-failed, constant-unknown, operator-without-code, torch-unsupported."""
     compiled: dict[Any, Region] = {}
     rows: dict[tuple[str, IntKey], Region] = {}
     features: set[str] = set()
@@ -225,7 +225,7 @@ def split_rows(
     files: Mapping[tuple[str, IntKey], str],
     arena: Mapping[IntKey, int],
 ) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
-    """Returns regions and programs for the manifest, and the bytes of memory host.  `files`: graph tables by (region, key)."""
+    """Returns regions and programs for the manifest, and the bytes of memory host.  `files`: graph tables by (region, int_key)."""
     placed = {row.name: _place_of(row) for row in recorded.weights if row.memory == "state"}
     planned = [region for partition in split.partitions.values() for region in partition.regions if region.kind == "graph"]
     names = dict.fromkeys(region.name for region in planned)

@@ -1,5 +1,5 @@
-"""Passes a graph to Inductor directly: AOTAutograd functionalizes it, and Dynamo is left out.  Dynamo would trace an exported
-program again, and rejects some (operators whose results are no tensors, kernels without an implementation for fake tensors).
+"""Passes a graph to Inductor directly: AOTAutograd functionalizes it, and Dynamo is not used.  Dynamo would trace the exported
+program again, and rejects some programs (operators with results other than tensors, kernels that lack a fake implementation).
 
 Private interfaces of torch (2.11, 2.13): `torch._inductor.compile_fx.compile_fx`, `torch._guards.TracingContext` and `tracing`,
 `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`, `ConstantSource`.  torch/_inductor/standalone_compile.py combines them in
@@ -29,7 +29,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
     """Compiles `module` for inputs like `leaves`, the flat arguments of a call.  Returns a function `(*leaves) -> flat outputs`.
 
     Weights are arguments of the compiled graph, which reads and writes them at their present addresses.  Without `dynamic` every
-    size is a constant.  With it, sizes of inputs are symbols where they are symbols in the exported program.  Raises
+    size is a constant.  With `dynamic`, sizes of inputs are symbols if they are symbols in the exported program.  Raises
     lowering-failed, with the operator and the user's line, and torch-unsupported.
     """
     graph, weights, leaf_nodes = lifted(module, leaves)
@@ -78,31 +78,33 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Returns Inductor's table with our argmax, and with products with a vector as sums where that is faster than a library."""
+    """Returns Inductor's table with two changes: argmax of cgcompile, and matrix-vector products as sums if sums are faster than a
+    library."""
     from torch._inductor.decomposition import select_decomp_table
 
     aten, table = torch.ops.aten, dict(select_decomp_table())
     ours: dict[Any, Callable[..., Any]] = {aten.mm.default: product, aten.bmm.default: product, aten.addmm.default: added_product}
 
-    def either(one: Callable[..., Any], other: Callable[..., Any] | None) -> Callable[..., Any]:
+    def either(as_sum: Callable[..., Any], other: Callable[..., Any] | None) -> Callable[..., Any]:
         def decompose(*args: Any, **kwargs: Any) -> Any:
             a, b = args[-2:]
             vector = a.dtype in PRODUCTS and 1 in (a.shape[-2], b.shape[-1]) and read_in_order(a, b)
-            total = one(*args, **kwargs) if vector else NotImplemented
+            total = as_sum(*args, **kwargs) if vector else NotImplemented
             return other(*args, **kwargs) if total is NotImplemented and other is not None else total
 
         return decompose
 
     return {
         **table,
-        **{operation: either(one, table.get(operation)) for operation, one in ours.items()},
+        **{operation: either(as_sum, table.get(operation)) for operation, as_sum in ours.items()},
         aten.argmax.default: argmax,
     }
 
 
 def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, list[torch.Tensor], list[tuple[int, Node]]]:
-    """Returns the module's graph with its tensors as arguments before those of the call, and with flat outputs; these tensors, each
-    once; and the positions of the call's tensors among the leaves, with their nodes."""
+    """Returns (graph, weights, positions).  The graph of the module gets the weights as arguments before those of the call, and
+    flat outputs.  Tied weights are one argument.  The positions of the call's tensors among `leaves` are with their nodes.  Raises
+    inputs-unlike."""
     graph = Graph()
     env: dict[Node, Any] = {}
     arguments: dict[tuple[object, ...], Node] = {}
@@ -133,7 +135,7 @@ def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, lis
 
 
 def _mapped(value: Any, env: Mapping[Node, Any]) -> Any:
-    """Replaces nodes of the old graph in arguments by nodes of the new graph, or by values."""
+    """Replaces the nodes in arguments by the nodes or values to which `env` maps them."""
     return torch.fx.node.map_aggregate(value, lambda leaf: env[leaf] if isinstance(leaf, Node) else leaf)
 
 

@@ -1,9 +1,9 @@
-"""Lowering for a cuda target: turns an exported program's module into a callable that launches the kernels to capture.
+"""Lowering for a GPU: turns an exported program's module into a callable that launches the kernels to capture.
 
 Levels: `eager` (PyTorch's own kernels), `inductor` (its default options), `max-autotune` (Inductor with benchmarked matrix products
 and convolutions).  With `specialize="size"`, Inductor lowers once per int_key with constant sizes.  With `specialize="shared"`, the
-declared dimensions are symbols, so that later keys get the kernels of the first key from the cache.  CUDA graphs of Inductor are
-off, because the recorder makes the graphs.
+declared dimensions are symbols, so that later int_keys get the kernels of the first int_key from the cache.  CUDA graphs of
+Inductor are off, because the recorder creates the graphs.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ HASHES = (
 
 
 def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable[..., Any]:
-    """Returns a callable with the arguments of `module`.  At level `eager` it is the module.  Else its first call compiles the
-    module for the weights' addresses at that time, and raises the errors of `compile_graph`.  Outputs are a flat tuple."""
+    """Returns a callable with the arguments of `module`.  At level `eager` it is the module.  At other levels it returns a flat
+    tuple.  Its first call compiles the module for the weights' present addresses, and raises the errors of `compile_graph`."""
     if level == "eager":
         return module
     options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if level == "max-autotune" else {}
@@ -73,7 +73,7 @@ def import_compiler() -> None:
 
 def start_compilers(processes: int) -> None:
     """Forks `processes` processes that compile kernels, before lowering begins.  TORCHINDUCTOR_COMPILE_THREADS takes precedence."""
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # else Inductor has read it
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # Inductor itself reads the variable
         torch._inductor.config.compile_threads = processes
     if processes > 1:
         torch._inductor.async_compile.AsyncCompile.warm_pool()
@@ -81,7 +81,7 @@ def start_compilers(processes: int) -> None:
 
 def choose_without_timing() -> None:
     """Makes Inductor select kernel configurations by rules in this process.  Kernels that differ in the number of rows of state
-    share no cache entry, so two processes would time and select them separately."""
+    share no cache entry, so two processes would select them by separate timings."""
     torch._inductor.config.deterministic = True
     torch._inductor.config.triton.autotune_pointwise = False
 
@@ -91,7 +91,7 @@ def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     torch before 2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200).  They are
     viewed with the shapes of the initial states."""
     for node in [n for n in module.graph.nodes if n.target is torch.ops.aten._assert_tensor_metadata.default]:
-        module.graph.erase_node(node)  # the signature guarantees it; on fake tensors "cuda" is not "cuda:0" (torch 2.11)
+        module.graph.erase_node(node)  # it always holds, but fails on fake tensors: "cuda" is not "cuda:0" (torch 2.11)
     for node in [n for n in module.graph.nodes if n.target is torch.ops.aten.lstm.input]:
         for state in [u for u in node.users if u.target is operator.getitem and u.args[1] in (1, 2)]:
             with module.graph.inserting_after(state):
@@ -102,7 +102,7 @@ def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 SHORT = 32
-"""The most steps of a recurrent layer that Inductor may unroll, summed over all its layers and directions."""
+"""The largest number of steps of a recurrent operator that Inductor may unroll, counted over all its layers and directions."""
 
 RECURRENT = {
     getattr(torch.ops.aten, name).input: name for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -136,8 +136,8 @@ torch.library.register_fake("cgcompile::recurrent", _recurrent_shapes, lib=_LIBR
 def keep_long_recurrences(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Makes PyTorch's own kernels (cuDNN's) run recurrent layers of more than `SHORT` steps.  Changes `module` in place.
 
-    AOTAutograd unrolls them (torch/_decomp/decompositions.py, 2.11 and 2.13).  The number of kernels, and minutes of compile time,
-    would grow with the sequence.
+    AOTAutograd would unroll them (torch/_decomp/decompositions.py, 2.11 and 2.13).  The number of kernels, and the compile time of
+    minutes, would grow with the length of the sequence.
     """
     for node in [node for node in module.graph.nodes if node.target in RECURRENT]:
         x, states, _, _, layers, _, _, bidirectional, batch_first = node.args

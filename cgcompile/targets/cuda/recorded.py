@@ -1,4 +1,4 @@
-"""The result of both recorders of a cuda target: the graphs of a program, with a memory and offset for every address."""
+"""The result of both recorders for GPUs: the graphs of a program, with a memory and offset for every address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RegionKey = tuple[str, IntKey]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedGraph:
-    """A graph region at one int_key: its recording, its input and output tensors, and the bytes of the key's arena."""
+    """A graph region at one int_key: its recording, its input and output tensors, and the bytes of the arena that it needs."""
 
     recording: Recording
     inputs: tuple[Value, ...]
@@ -26,9 +26,9 @@ class RecordedGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedProgram:
-    """A recorded program.  `images`: cubins by sha256.  `static`: bytes of memory `inputs` by key, in the bundle's order.
-    `weights`: the program's tensors with their offsets, under its own names; `tables` follow them in memory.  Bytes include PAD.
-    `state_bytes` is 0 if no call writes to buffers."""
+    """A recorded program.  `images`: cubins by sha256.  `static`: bytes of memory `inputs` by int_key, in the bundle's order.
+    `weights`: the program's tensors with their offsets, under the program's names; `tables` follow them in memory.  Bytes include
+    PAD.  `state_bytes` is 0 if no call writes to buffers."""
 
     graphs: Mapping[RegionKey, RecordedGraph]
     images: Mapping[str, bytes]

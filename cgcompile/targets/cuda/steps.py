@@ -1,4 +1,4 @@
-"""Converts a program of several regions to rows of the manifest: values, and steps that run regions and copy values.  Pure."""
+"""Converts a program of several regions to rows of the manifest: values, and steps that run regions and copy values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..memory_layout import align
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweredRegions:
     """The lowered regions of one int_key, by name.  `outputs`: their output values.  `files`: the tables of graph regions.
-    `regions`: positions in the manifest.  `inputs`: the call's.  `uploads`: the device memory of values that the host computes.
-    `state`: the device memory of the buffers of `Partition.state`.  `passed_through`: as in RegionModule."""
+    `regions`: positions in the manifest.  `inputs`: the inputs of the call.  `uploads`: the device memory of values that the host
+    computes.  `state`: the device memory of the buffers of `Partition.state`.  `passed_through`: as in RegionModule."""
 
     outputs: Mapping[str, tuple[Value, ...]]
     files: Mapping[str, str]
@@ -29,7 +29,8 @@ class LoweredRegions:
 
 @dataclass(slots=True)
 class _Steps:
-    """Values and steps under construction.  `device`, `host`: a name's value on either side.  `end`: the end of memory host."""
+    """The values and steps so far.  `device`, `host`: positions in `values` by name, for each side.  `end`: the end of memory
+    host."""
 
     values: list[Value]
     steps: list[Step]
@@ -51,9 +52,9 @@ class _Steps:
 
 
 def program_row(key: IntKey, partition: Partition, lowered: LoweredRegions, arena: int, static: int) -> tuple[Program, int]:
-    """Returns the program of one int_key, and its bytes of memory host.  A value is copied to the other side once, when a region
-    there first reads it.  Outputs that the host computes are copied to the device at the end.  What the host writes to state and to
-    the call's inputs is copied back immediately."""
+    """Returns the program of one int_key, and its bytes of memory host.  A value is copied between host and device once, before the
+    first region that reads it there.  Outputs that the host computes are copied to the device at the end.  New values of state and
+    of the call's inputs that the host computes are copied to the device immediately."""
     rows = _Steps(values=[], steps=[], device={}, host={}, end=0)
     for name, value in zip(partition.inputs, lowered.inputs, strict=True):
         rows.device[name] = rows.add(value)
@@ -89,7 +90,7 @@ def _host(rows: _Steps, region: PlannedRegion, lowered: LoweredRegions) -> None:
         rows.host.update({name: rows.host[lowered.passed_through[name]] for name in region.outputs})
         return
     writes = [rows.add_host(value) for value in lowered.outputs[region.name]]
-    # laid out as the targets of the copies
+    # with the layout of the tensors on the device, to which they are copied
     written = [rows.add_host(rows.values[rows.device[name]]) for name in region.written]
     reads = tuple([rows.host[name] for name in region.inputs])
     rows.host.update(zip(region.outputs, writes, strict=True))

@@ -1,5 +1,5 @@
-"""The program's tensors: their layouts as plain records, and tensors at chosen addresses.  `__cuda_array_interface__` and
-`Tensor.set_` give each tensor its own storage, because AOTAutograd treats views of one storage as aliases."""
+"""The program's tensors: their layouts as records, and tensors at chosen addresses.  `__cuda_array_interface__` and `Tensor.set_`
+give each tensor its own storage, because AOTAutograd treats views of one storage as aliases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..weights import stored_dtype
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Span:
-    """Device memory with the CUDA array interface.  `owner` keeps the memory alive; None: the caller does."""
+    """Device memory with the CUDA array interface.  `owner` keeps the memory alive; None: the caller must."""
 
     address: int
     size: int
@@ -31,7 +31,7 @@ class _Span:
 
 
 def _tensor(address: int, owner: torch.Tensor | None, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """Returns a tensor with a storage of its own at `address`."""
+    """Returns a tensor with a separate storage at `address`."""
     empty = torch.empty(0, dtype=getattr(torch, dtype), device="cuda")
     size = tensor_bytes(dtype, shape)
     if not size:
@@ -46,7 +46,7 @@ def device_bytes(address: int, size: int) -> torch.Tensor:
 
 
 def tensor_at(buffer: torch.Tensor, offset: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """Returns a tensor with a storage of its own at `offset` bytes into a one-dimensional uint8 buffer on the device."""
+    """Returns a tensor with a separate storage at `offset` bytes into a one-dimensional uint8 buffer on the device."""
     return _tensor(buffer.data_ptr() + offset, buffer, dtype, shape, strides)
 
 
@@ -60,12 +60,11 @@ class TensorPlace:
     strides: tuple[int, ...]
 
     def tensor(self) -> torch.Tensor:
-        """Returns the tensor again, which must be dense.  The caller knows that its memory is still allocated."""
+        """Returns the tensor again, which must be dense.  Its memory must still be allocated."""
         return _tensor(self.address, None, self.dtype, self.shape, self.strides)
 
 
 def tensor_place(tensor: torch.Tensor) -> TensorPlace:
-    """Returns the address and layout of a tensor."""
     return TensorPlace(address=tensor.data_ptr(), dtype=stored_dtype(tensor), shape=tuple(tensor.shape), strides=tensor.stride())
 
 
@@ -99,13 +98,13 @@ def point_weights(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
 
 
 def tensors_of(call: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a call's arguments, or of what it returns, in order."""
+    """Returns the tensors among the arguments or results of a call, in order."""
     return [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
 
 
 def input_offsets(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Returns the offset of each input in memory `inputs`, one after the other, and the aligned end of the last one.  The end
-    address of an input is not the start of the next one, because a donated input may be elsewhere (`Manifest.donations`)."""
+    """Returns the offset of each input in memory `inputs`, one after the other, and the aligned end of the last input.  At least
+    one byte is between two inputs, because a donated input may be elsewhere (`Manifest.donations`)."""
     offsets = [0]
     for tensor in tensors:
         offsets.append(align(offsets[-1] + tensor_bytes(stored_dtype(tensor), tensor.shape) + 1))
@@ -113,7 +112,7 @@ def input_offsets(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 
 def place_inputs(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Returns static inputs: tensors like the given ones (values too), at `input_offsets` of `buffer`."""
+    """Returns static inputs: copies of `tensors` at the `input_offsets` in `buffer`."""
     placed = []
     for tensor, offset in zip(tensors, input_offsets(tensors), strict=False):
         shape = tuple(tensor.shape)
@@ -133,7 +132,6 @@ def settings() -> dict[str, Any]:
 
 
 def apply_settings(values: Mapping[str, Any]) -> None:
-    """Applies the settings that `settings` returned."""
     for path, value in values.items():
         if path:
             owner, _, leaf = path.rpartition(".")

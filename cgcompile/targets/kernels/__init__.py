@@ -1,1 +1,1 @@
-"""Code that bundles contain: PTX, with ptxas to assemble it for an architecture, and C++ for a CPU without libtorch."""
+"""Code of cgcompile in bundles: PTX, which ptxas assembles for an architecture, and C++ for CPUs without libtorch."""

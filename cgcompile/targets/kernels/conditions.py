@@ -2,7 +2,7 @@
 
 Only a kernel can set the condition of a conditional node, by calling `cudaGraphSetConditional`.  That is an external function of
 the PTX, which the driver resolves when it loads the image (driver 580, H200; ptxas of triton 3.6 and 3.7).  From sm_90 on the
-kernel itself waits for the kernel before it, which may have allowed it to start early.
+previous kernel may let this kernel start early, so this kernel waits for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WAITING = 90
 
 
 def condition_source(capability: int) -> str:
-    """Returns the PTX for a capability (90 for sm_90).  PTX 8.3 is CUDA 12.3's, the first version with conditional nodes."""
+    """Returns the PTX for a capability (90 for sm_90).  PTX 8.3 comes with CUDA 12.3, the first version with conditional nodes."""
     lowest, wait = (WAITING, "griddepcontrol.wait;") if capability >= WAITING else (80, "")
     return f"""
 .version 8.3

@@ -1,4 +1,4 @@
-"""Replaces memset nodes of a recording by launches of a fill kernel.  Pure, except `fill_image`.
+"""Replaces memset nodes of a recording by launches of a fill kernel.
 
 The driver launches a graph in nearly constant time if it is a chain of kernels only.  A single memset node prevents this: on an
 H200 (driver 580) `cuGraphLaunch` took 3.5 us of CPU time for 100 kernels, and 24 us for 110 kernels and 12 memsets.  Memsets of
@@ -21,7 +21,7 @@ THREADS = 256
 """Threads of a block.  Each thread writes one piece."""
 
 PIECES = (16, 4, 2, 1)
-"""Bytes that a thread writes, widest first.  There is a kernel for each."""
+"""Sizes of a piece in bytes, widest first.  There is a kernel for each size."""
 
 PARAMS = ((0, 8), (8, 8), (16, 4))
 """(offset, size) of the parameters: the first address, the number of pieces, the pattern of four bytes."""
@@ -67,7 +67,7 @@ _HEAD = """.version 7.0
 .target sm_80
 .address_size 64
 """
-"""PTX 7.0 is CUDA 11's, the first version that supports sm_80.  ptxas compiles it for any later architecture."""
+"""PTX 7.0 comes with CUDA 11, the first version that supports sm_80.  ptxas compiles it for sm_80 and any later architecture."""
 
 
 def source() -> str:
@@ -86,7 +86,7 @@ def has_memsets(recordings: Iterable[Recording]) -> bool:
 
 
 def without_memsets(recording: Recording, image: bytes) -> Recording:
-    """Returns the recording with launches of `image` (of `fill_image`) in place of memsets of one row."""
+    """Returns the recording with kernel launches in place of memsets of one row.  `image`: the result of `fill_image`."""
     name = hashlib.sha256(image).hexdigest()
     functions = {function: number for number, function in enumerate(recording.functions)}
     nodes: list[Node] = []
@@ -118,7 +118,7 @@ def _flat(node: Node) -> bool:
 
 
 def _piece(node: MemsetNode) -> int:
-    """Returns the widest piece to which both ends of the memset are aligned."""
+    """Returns the size of the widest piece to which both ends of the memset are aligned."""
     ends = node.target.offset | (node.width * node.element)
     return next(piece for piece in PIECES if not ends % piece)
 

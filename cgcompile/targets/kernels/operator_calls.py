@@ -1,7 +1,7 @@
 """Keeps calls of operators that have a C++ function in operators.cpp, and makes Inductor's code call that function.
 
-Private in torch (2.11, 2.13): the option `aot_inductor.custom_ops_to_c_shims`.  If Inductor lacks it, these operators are replaced
-by the operations of their Python code, as operators of other libraries are.
+Private interface of torch (2.11, 2.13): the option `aot_inductor.custom_ops_to_c_shims`.  If Inductor lacks it, the operations of
+their Python code replace these operators, as for operators of other libraries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def own_operators(program: ExportedProgram) -> set[Any]:
 
 
 def without_python(program: ExportedProgram) -> ExportedProgram:
-    """Returns the program without operators that need Python at run time.  Raises as `inlined`."""
+    """Returns the program without operators that need Python at run time.  Raises the errors of `inlined`."""
     known_operators = own_operators(program)
     return inlined(program, custom_operators(program) - known_operators if known_operators else None)
 

@@ -104,7 +104,7 @@ template <int count> void few_rows(const Matrix& x, int64_t first, const int8_t*
   for (; j < end; j++) dots<count, 1>(x, first, weight, scale, j, out, out_row);
 }
 
-// Packs COLUMNS columns of the transposed weights, times their scales, from column j on, depth [begin, end).  Missing ones are 0.
+// Packs COLUMNS columns of the transposed weights, times their scales, from column j on, rows [begin, end).  Missing columns are 0.
 void pack_bytes(const int8_t* weight, const float* scale, int64_t count, int64_t depth, int64_t begin, int64_t end, int64_t j, float* panel) {
   int64_t columns = std::min<int64_t>(COLUMNS, count - j), p = begin;
   if (columns == COLUMNS) {
@@ -128,7 +128,7 @@ void pack_bytes(const int8_t* weight, const float* scale, int64_t count, int64_t
     for (int64_t c = 0; c < columns; c++) panel[(p - begin) * COLUMNS + c] = weight[(j + c) * depth + p] * scale[j + c];
 }
 
-// Computes out[:, j:j+COLUMNS], all rows in tiles of nearly equal height.
+// Computes out[:, j:j+COLUMNS] for all rows, in tiles of nearly equal height.
 void many_rows(const Matrix& x, const int8_t* weight, const float* scale, int64_t j, const Matrix& out) {
   alignas(ALIGNMENT) thread_local float panel[PART * COLUMNS];
   int64_t parts = (x.rows + ROWS - 1) / ROWS;
@@ -190,7 +190,7 @@ void pack_keys(const Pages& pages, int64_t first, int64_t last, float* packed) {
   }
 }
 
-// Attention of `count` queries to tokens [first, last), whose keys are packed.  `scores`: memory for `count` lines.
+// Attention of `count` queries to tokens [first, last), whose keys are packed.  `scores`: memory for `count` times `line` floats.
 template <int count> void attend(const Query* queries, const Pages& pages, const Scores& how, int64_t first, int64_t last, const float* packed, float* scores, int64_t line) {
   Wide lanes;
   for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
@@ -277,7 +277,7 @@ AOTITorchError aoti_torch_cpu_int8_linear(AtenTensorHandle x, AtenTensorHandle w
   const int8_t* weights = reinterpret_cast<const int8_t*>(bytes.data);
   int64_t panels = (count + COLUMNS - 1) / COLUMNS, threads = rows * count * depth < WORTH_THREADS ? 1 : omp_get_max_threads();
   if (depth == 0) std::fill(out, out + rows * count, 0.f);
-  auto columns = [&](int64_t begin, int64_t end) {  // panels
+  auto columns = [&](int64_t begin, int64_t end) {  // computes panels [begin, end)
     if (rows > FEW) {
       for (int64_t panel = begin; panel < end; panel++) many_rows(left, weights, scales.floats(), panel * COLUMNS, right);
       return;
@@ -298,7 +298,7 @@ AOTITorchError aoti_torch_cpu_int8_linear(AtenTensorHandle x, AtenTensorHandle w
 // query (batch, seq, heads, dim), keys and values (pages, key heads, page, dim), pages (batch, blocks), start and count (batch,) ->
 // (batch, seq, heads, dim).  Only the first `count` tokens of a lane are computed; the other results are 0.  Token i is at position
 // start + i.  It attends to the positions up to its own: the last `window` of them (0: all), or those since the last multiple of
-// `chunk` (0: all).  `checked`: the caller has checked the numbers of the pages; `keys` may have more rows than its sizes say.
+// `chunk` (0: all).  `checked`: the caller has checked the numbers of the pages, which may exceed the sizes of `keys`.
 AOTITorchError aoti_torch_cpu_paged_attention(AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle pages, AtenTensorHandle start, AtenTensorHandle count, AtenTensorHandle* sinks, double scale, int64_t window, int64_t chunk, double softcap, int64_t checked, AtenTensorHandle* ret0) {
   View q(query), k(keys), v(values), table(pages), starts(start), counts(count);
   int32_t floats = aoti_torch_dtype_float32(), integers = aoti_torch_dtype_int64();

@@ -29,19 +29,19 @@ def declaration(name: str) -> str:
 
 
 def registered() -> bool:
-    """Whether a program of this process can call one of them: the module that defines the operator was imported."""
+    """Whether a program of this process can call one of these operators: the module that defines it was imported."""
     names = [name.partition("::") for name in DECLARED]
     return any(hasattr(getattr(torch.ops, namespace), operator) for namespace, _, operator in names)
 
 
 def command(compiler: str, target: Path) -> list[str]:
-    """Returns the command that makes the object file at `target`.  `compiler` replaces "native" by the processor of the build."""
+    """Returns the command that creates the object file at `target`.  `compiler`: a script that may replace -march=native."""
     options = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-w", "-DNDEBUG", "-DSTANDALONE_TORCH_HEADER"]
     headers = [f"-I{HEADERS}", f"-I{HEADERS / 'torch/csrc/api/include'}"]
     return [compiler, str(SOURCE), *options, *headers, "-c", "-o", str(target)]
 
 
 def dependencies() -> Iterator[object]:
-    """Yields all that the object file depends on, except the compiler and its options about the processor."""
+    """Yields everything on which the object file depends, except the compiler and its options for the processor."""
     yield SOURCE.read_bytes(), *[header.read_bytes() for header in INCLUDED]
     yield torch.__version__, torch.version.git_version, platform.libc_ver()

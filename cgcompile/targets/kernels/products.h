@@ -1,4 +1,4 @@
-// Products of float32 matrices: panels of one, two vectors wide, times tiles of rows of the other, with the sums in registers.
+// Products a @ b of float32 matrices: tiles of rows of a times panels of b, two vectors wide, with the sums in registers.
 
 #pragma once
 
@@ -89,8 +89,8 @@ struct Added {
   Vector vector(int64_t i, int64_t j) const { return data ? *reinterpret_cast<const Unaligned*>(data + i * row + j) : Vector{}; }
 };
 
-// c = added + alpha * (`count` rows of a, from row i on) @ panel, which has rows [begin, end) of b.  After the first panel c is the
-// addend.  The sums are in registers.  Rows of c are pages apart, so they are prefetched before the sums are computed.
+// c = added + alpha * (`count` rows of a, from row i on) @ panel, which has rows [begin, end) of b.  If `begin` is not 0, c itself
+// replaces `added`.  The sums are in registers.  Rows of c are pages apart, so they are prefetched before the sums are computed.
 template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_t end, const float* panel, const Matrix& c, const Added& added, int64_t j, float alpha) {
   Vector sums[count][2] = {};
   const float* factors = a.at(i, begin);
@@ -127,7 +127,7 @@ typedef void (*Tile)(const Matrix&, int64_t, int64_t, int64_t, const float*, con
 template <int... counts> constexpr std::array<Tile, sizeof...(counts)> tiles(std::integer_sequence<int, counts...>) { return {tile<counts + 1>...}; }
 constexpr auto TILES = tiles(std::make_integer_sequence<int, ROWS>());
 
-// c[first:last, j:j+COLUMNS] = added + alpha * a @ b, the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
+// c[first:last, j:j+COLUMNS] = added + alpha * a @ b, in tiles of nearly equal height.  `kept`: all packed panels of b, or null.
 void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& added, int64_t first, int64_t last, int64_t j, float alpha, const float* kept) {
   alignas(ALIGNMENT) thread_local float scratch[DEPTH * COLUMNS];
   int64_t rows = last - first, parts = (rows + ROWS - 1) / ROWS, begin = 0;

@@ -12,7 +12,7 @@ from ...errors import BuildError
 from ..requirements import EXTRA
 
 FIRST_BLACKWELL = 100
-"""Compute capability from which on Triton uses `ptxas-blackwell` (triton/backends/nvidia/compiler.py, 3.6 and 3.7)."""
+"""The first compute capability for which Triton uses `ptxas-blackwell` (triton/backends/nvidia/compiler.py, 3.6 and 3.7)."""
 
 
 def assemble(ptx: str, capability: int) -> bytes:

@@ -1,9 +1,9 @@
 // Replacements of the libtorch functions that a shared object of AOTInductor calls: tensors; products, convolutions and attention
 // of float32; cumulative sums, top-k; functions of vectors.
 //
-// Linked into the object with -Bsymbolic, so that a process with torch keeps both sets of functions apart.  torch's headers declare
-// the functions, so a version of torch with another signature does not compile.  A function that is missing here stays undefined:
-// the build then links libtorch, or fails and names it.  A function returns an error for arguments that it does not support.
+// Linked into the object with -Bsymbolic, so that the object calls these functions even in a process with libtorch.  The headers of
+// torch declare the functions, so this file does not compile with a torch that has another signature.  If a function is missing
+// here, the build links libtorch, or fails and names it.  A function returns an error for arguments that it does not support.
 
 #include <omp.h>
 #include <sys/mman.h>
@@ -32,7 +32,7 @@ namespace {
 
 // --- tensors ------------------------------------------------------------------------------------------------------------
 
-// By number of c10::ScalarType: the bytes of an element, 0 for dtypes that no bundle has.
+// The bytes of an element, by the number of its c10::ScalarType; 0 for dtypes that no bundle has.
 constexpr int64_t WIDTHS[] = {1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 2, 4, 8};
 constexpr int32_t INT32 = 3, INT64 = 4, FLOAT = 6, BOOL = 11, BFLOAT16 = 15;
 constexpr int64_t HUGE_PAGE = 1 << 21;
@@ -105,8 +105,8 @@ bool channels_last(const Tensor& pictures) {
   return true;
 }
 
-// The strides of torch's empty_like, which compiled code relies on.  A dense tensor keeps its strides.  Other tensors keep the
-// order of their axes by stride, without gaps.  Of axes with equal strides the longer one is outer.  An axis of stride 0 keeps its
+// The strides of torch's empty_like, on which compiled code relies.  A dense tensor keeps its strides.  Other tensors keep the
+// order of their axes by stride, without gaps.  Of axes with equal strides the longer axis is outer.  An axis of stride 0 keeps its
 // place among its neighbours.
 std::vector<int64_t> strides_like(const Tensor& tensor) {
   if (dense(tensor)) return tensor.strides;
@@ -145,8 +145,8 @@ AOTITorchError row_major(const std::vector<int64_t>& sizes, int32_t dtype, AtenT
   return allocated(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, result);
 }
 
-// Calls `visit` for every line along an axis.  Arguments: its offset in `from`; its offset and step in a row-major tensor of as many
-// lines of `length` elements.  Offsets and steps are in elements.
+// Calls `visit` for every line along an axis.  Arguments: the offset of the line in `from`; its offset and step in a row-major
+// tensor with as many lines, of `length` elements each.  Offsets and steps are in elements.
 template <typename Each> void lines(const Tensor& from, int64_t axis, int64_t length, Each visit) {
   int64_t inner = 1, count = 1;
   for (int64_t at = 0; at < from.rank(); at++) {
@@ -175,7 +175,7 @@ void copy_axes(const Tensor& from, const Tensor& into, int64_t axis, int64_t sou
     copy_axes(from, into, axis + 1, source + index * from.strides[axis], target + index * into.strides[axis]);
 }
 
-// --- cached panels of weights, which nobody writes to ------------------------------------------------------------------------
+// --- cached panels of constant weights ----------------------------------------------------------------------------------
 
 struct Kept {
   int64_t holders = 0;  // calls of cgbundle_fix without a cgbundle_release
@@ -217,8 +217,8 @@ std::shared_ptr<float> kept_panels(const Matrix& b) {
   return panels.data;
 }
 
-constexpr int64_t NEAR = 2 << 20;           // bytes of a per band: about the size of a core's own caches
-constexpr int64_t FAR = 16 << 20;           // bytes of panels that do not fit the caches, so that every band reads them from memory
+constexpr int64_t NEAR = 2 << 20;           // bytes of matrix a per band: about the size of the caches of a core
+constexpr int64_t FAR = 16 << 20;           // panels of this many bytes do not fit the caches, so every band reads them from memory
 
 // c = added + alpha * a @ b, by bands of rows.  With cached panels, the rows of a band fit a core's caches.  Without them, there
 // are only as many bands as the threads need, because each band packs its panels again.
@@ -232,7 +232,7 @@ void product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& add
   }
   if (kept && b.rows * b.columns < FAR / static_cast<int64_t>(sizeof(float))) height = std::min(height, std::max<int64_t>(4 * ROWS, NEAR / sizeof(float) / b.rows / ROWS * ROWS));
   int64_t bands = std::max<int64_t>(1, (c.rows + height - 1) / height);
-  height = (c.rows + bands * ROWS - 1) / (bands * ROWS) * ROWS;  // nearly equal bands: a low band reads all panels for few rows
+  height = (c.rows + bands * ROWS - 1) / (bands * ROWS) * ROWS;  // nearly equal bands: a band of few rows would read all panels too
   int64_t tasks = bands * panels;
   auto part = [&](int64_t task) {
     int64_t first = task / panels * height;
@@ -466,7 +466,7 @@ AOTITorchError aoti_torch_cpu_convolution(AtenTensorHandle input, AtenTensorHand
   bool last = channels_last(x) || channels_last(w);
   int64_t strides[] = {places * out_channels, last ? 1 : places, last ? sizes[3] * out_channels : sizes[3], last ? out_channels : 1};
   auto follows = [&](int64_t axis, int64_t step) { return w.sizes[axis] == 1 || w.strides[axis] == step; };
-  bool inside = follows(1, 1) && follows(3, channels) && follows(2, wide * channels);  // channels innermost in a row, or outermost
+  bool inside = follows(1, 1) && follows(3, channels) && follows(2, wide * channels);  // whether channels are innermost in a row
   if (!inside && !(follows(3, 1) && follows(2, wide) && follows(1, high * wide))) return AOTI_TORCH_FAILURE;
   if (allocated(4, sizes, strides, FLOAT, ret0)) return AOTI_TORCH_FAILURE;
   const Tensor& out = of(*ret0);
@@ -476,7 +476,7 @@ AOTITorchError aoti_torch_cpu_convolution(AtenTensorHandle input, AtenTensorHand
   // With channels last, the results of all images are rows of one matrix, and a band covers several images.
   int64_t parts = last ? 1 : std::max<int64_t>(1, sizes[0]), line = places * sizes[0] / parts, threads = omp_get_max_threads();
   int64_t band = std::min<int64_t>(BAND, std::max<int64_t>(ROWS, places * sizes[0] / threads / ROWS * ROWS)), bands = (line + band - 1) / band;
-  // the images already are rows, without copying
+  // whether the images already have the layout of the rows, so that nothing is copied
   bool plain = inside && high * wide == 1 && stride[0] * stride[1] == 1 && padding[0] + padding[1] == 0 && x.step(1) <= 1 && x.strides[2] == x.sizes[3] * x.strides[3] && (parts > 1 || sizes[0] == 1 || x.strides[0] == x.sizes[2] * x.strides[2]);
   auto rows_of = [&](int64_t first, int64_t count, float* row) {
     for (int64_t place = first; place < first + count; place++) {
@@ -560,7 +560,7 @@ AOTITorchError aoti_torch_cpu_topk(AtenTensorHandle self, int64_t k, int64_t dim
   if ((from.dtype != FLOAT && from.dtype != BFLOAT16) || k < 0 || k > length) return AOTI_TORCH_FAILURE;
   auto sizes = from.sizes;
   if (from.rank()) sizes[axis] = k;
-  else k = 1;  // for a tensor of no axes, torch returns one number whatever k is
+  else k = 1;  // for a tensor of no axes, torch returns one number for every k
   if (row_major(sizes, from.dtype, ret0) || row_major(sizes, INT64, ret1)) return AOTI_TORCH_FAILURE;
   if (k == 0) return AOTI_TORCH_SUCCESS;
   int64_t* places = reinterpret_cast<int64_t*>(of(*ret1).data());

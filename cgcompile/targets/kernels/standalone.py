@@ -1,4 +1,4 @@
-"""Functions in place of libtorch's, in `standalone.cpp`: an object file that is linked to code for the CPU.
+"""Functions that replace libtorch's, in `standalone.cpp`: an object file that is linked to code for the CPU.
 
 torch's headers declare the functions.  If another version of torch changes a signature, the compiler reports an error.
 """
@@ -30,7 +30,7 @@ UNDEFINED = re.compile(r"undefined reference to `([^']+)'")
 
 
 def command(compiler: str, target: Path) -> list[str]:
-    """Returns the command that makes the object file at `target`.  `compiler` replaces "native" by the processor of the build."""
+    """Returns the command that creates the object file at `target`.  `compiler`: a script that may replace -march=native."""
     version = torch.__version__.partition("+")[0]
     options = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-w", "-DNDEBUG", "-DSTANDALONE_TORCH_HEADER"]
     headers = [f"-I{HEADERS}", f"-I{HEADERS / 'torch/csrc/api/include'}"]
@@ -38,7 +38,7 @@ def command(compiler: str, target: Path) -> list[str]:
 
 
 def dependencies() -> Iterator[object]:
-    """Yields all that the object file depends on, except the compiler and its options about the processor."""
+    """Yields everything on which the object file depends, except the compiler and its options for the processor."""
     yield SOURCE.read_bytes(), *[header.read_bytes() for header in INCLUDED]
     yield torch.__version__, torch.version.git_version, platform.libc_ver()
 

@@ -1,4 +1,4 @@
-// Vectors of the width of the target processor, and functions of them.  Each file that includes this has its own copy.
+// Vectors of the width of the target processor, and functions of them.  Every file that includes this header has its own copy.
 
 #pragma once
 
