@@ -63,9 +63,9 @@ class Stage:
 
     def end(self) -> float:
         """Reports the end, and returns the seconds of the stage."""
-        taken = time.perf_counter() - self._start
-        self._watcher(Event(stage=self._name, state="done", text=self._result, seconds=taken))
-        return taken
+        seconds = time.perf_counter() - self._start
+        self._watcher(Event(stage=self._name, state="done", text=self._result, seconds=seconds))
+        return seconds
 
 
 class Stages:
