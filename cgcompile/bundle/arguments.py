@@ -17,7 +17,8 @@ LINE = 200
 
 class Constant(NamedTuple):
     """An argument, or a part of one, that is not a tensor.  `name` is for example `temperature` or `cache.size`.  `default` is a
-    tuple with the model's default value, or () if there is none or it is unknown.  `keyword`: keyword-only."""
+    tuple with the model's default value, or () if there is none or it is unknown.  `keyword`: keyword-only.  `required`: a call
+    must pass it."""
 
     name: str
     value: Any
@@ -66,8 +67,8 @@ def spelled(entry: EntrySpec) -> str:
 
 
 def nested(entry: EntrySpec) -> list[str]:
-    """Returns assignments such as `cache = {'layers': [...]}` for the arguments that contain tensors in containers.  The tensors
-    are variables with their own names.  Lines longer than LINE are omitted."""
+    """Returns assignments such as `cache = {'layers': [...]}` for the arguments that contain tensors in containers.  A tensor is a
+    variable with the name of its input.  Lines longer than LINE are omitted."""
     names = [spec.name for spec in entry.inputs]
     lines = [
         f"{_variable(name)} = {_template(tree, names)}"
