@@ -38,8 +38,8 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
 def load_sources(
     model: str | os.PathLike[str] | torch.nn.Module | Recipe, inputs: Inputs | None = None, share: tuple[int, int] | None = None
 ) -> tuple[Source, ...]:
-    """Loads a model.  Returns a source for each entry, `forward` first.  `share` is (rank, world) if the model has a share for
-    each of several GPUs.  Raises source-missing or source-invalid, with the user's file and line if their code failed."""
+    """Loads a model.  Returns a source for each entry, `forward` first.  `share` is (rank, world) if each of several GPUs gets a
+    share of the model.  Raises source-missing or source-invalid, with the user's file and line if their code failed."""
     if isinstance(model, Recipe):
         with plain_errors():
             instance = model.model()
