@@ -1,7 +1,7 @@
 """Verifies a bundle: the build fails if a tensor differs from eager PyTorch by more than its bound.
 
 A fresh process, which has only the runtime, loads a staged bundle and replays the self-test (`cgbundle/self_test.py`).  A bundle
-for another machine is interpreted instead (`offline/proof.py`).  The bound of a tensor is that of `transforms/error_bounds.py`.
+for another machine is interpreted instead (`offline/proof.py`).  `transforms/error_bounds.py` defines the bound of a tensor.
 """
 
 from __future__ import annotations

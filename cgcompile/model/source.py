@@ -57,8 +57,8 @@ class Source:
     `entry` is the method; the sources of several entries share one `model`.  `dimensions` are the parameters of `inputs`.  `owned`:
     the model was created for this build, which may change it.  `device` is the device of the model, and `target_device` that of the
     bundle.  The model's code sees `target_device` as the device of its tensors, with this compute `capability`.  `saved` has the
-    dimensions of a saved program, None for other models.  `donations` are those of the whole model.  `rows` is the state whose
-    number of rows is chosen at the load.  `notes` name wrappers that were removed.
+    dimensions of a saved program, None for other models.  `donations` are those of all entries.  `rows` is the state whose number
+    of rows is chosen at the load.  `notes` name wrappers that were removed.
     """
 
     name: str

@@ -54,7 +54,7 @@ def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple
     """Returns all explanations: findings by name, `padding`, then the errors of each catalogue in its order.  A few names belong to
     both a finding and an error.
 
-    `more`: further catalogues of errors, by the package that raises them.
+    `more` has other catalogues of errors, by the package that raises them.
     """
     catalogues = {"cgcompile": errors.CATALOGUE, "cgbundle": runtime_errors.CATALOGUE, **(more or {})}
     entries = sorted(_findings(), key=lambda explanation: explanation.name)

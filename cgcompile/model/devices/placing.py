@@ -26,14 +26,14 @@ DEEP, WIDE = 6, 256
 """Maximum depth and number of elements of the search for tensors in attributes of modules."""
 
 MOST = 20_000
-"""Maximum number of objects of the search: an attribute may lead to the whole program."""
+"""Maximum number of objects of the search.  From an attribute, it could reach most objects of the process."""
 
 
 @contextmanager
 def placed(source: Source, device: torch.device) -> Iterator[Source]:
     """Gives `source` with its model on `device`.  Moves one storage at a time, so the host never holds a second copy of the
-    weights.  A model that was created for this build leaves the host.  A model of the caller is restored at the end: its tensors
-    and the attributes of its modules.  Raises gpu-memory."""
+    weights.  A model that was created for this build does not stay on the host.  A model of the caller is restored at the end: its
+    tensors and the attributes of its modules.  Raises gpu-memory."""
     originals: list[tuple[torch.Tensor, torch.Tensor]] = []
     before = [] if source.owned else [(vars(module), dict(vars(module))) for module in source.model.modules()]
     replaced: list[_Replaced] = []
@@ -136,7 +136,7 @@ def _move(tensors: list[torch.Tensor], device: torch.device) -> None:
 
 
 def _replace_others(model: torch.nn.Module, device: torch.device, replaced: list[_Replaced]) -> None:
-    """Replaces tensors of other classes, for example quantized ones, in their modules: `.to()` of the class moves them."""
+    """Replaces tensors of other classes, for example quantized ones, in their modules.  `.to()` of their class moves them."""
     others: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for owner in (module._parameters, module._buffers):

@@ -19,7 +19,7 @@ SUFFIX = "_tensors"
 
 
 class InnerTensors(torch.nn.Module):
-    """The plain tensors inside one tensor subclass.  They keep the names that they have there."""
+    """The plain tensors inside one tensor subclass, with the names that they have there."""
 
     def __init__(self, weight: Any) -> None:
         super().__init__()
