@@ -310,8 +310,8 @@ def named(code: str, message: str, hint: str) -> CgbundleError:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and then its causes, outermost first.  Yields no exception twice: causes can form a cycle.  Inductor's
-    errors have their cause in `inner_exception`."""
+    """Yields the error and its causes, outermost first.  Yields none twice, because causes can form a cycle.  Inductor's errors
+    have their cause in `inner_exception`."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

@@ -17,8 +17,7 @@ LINE = 200
 
 class Constant(NamedTuple):
     """An argument, or a part of one, that is not a tensor.  `name` is for example `temperature` or `cache.size`.  `default` is a
-    tuple with the model's default value, or () if there is none or it is unknown.  `keyword`: keyword-only.  `required`: a call
-    must pass it."""
+    tuple with the model's default value, or () if there is none or it is unknown.  `keyword`: keyword-only."""
 
     name: str
     value: Any

@@ -41,8 +41,8 @@ def with_near_ties(
     bounds: Sequence[ErrorBound],
     weights: Sequence[Weight],
 ) -> tuple[float, ...]:
-    """Returns the bounds of a bundle.  The bound of an index tensor is at least the largest share of its elements that are near
-    ties.  Another processor rounds differently and may select the other element of a near tie."""
+    """Returns the bounds of a bundle.  The bound of an index tensor is at least its largest share of near ties.  Another processor
+    rounds differently and may select the other element of a near tie."""
     if not any(bound.exact and bound.rounded for bound in bounds):
         return tuple(current_bounds)
     floor = selection_floor(prepared, bounds)
@@ -53,7 +53,7 @@ def with_near_ties(
 
 
 def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) -> Run:
-    """Returns a function that runs the calls of the self-test with the exported program in eager PyTorch."""
+    """Returns a function that runs the self-test with the exported program in eager PyTorch."""
     module = ProgramModule([prepared.programs.at(self_test.key)])
     device = next((value.device for value in prepared.weights.values()), torch.device("cpu"))
     rows = [row for row in weights if row.memory == "state"]

@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 def sha256(path: str) -> str:
-    """Returns the hexadecimal SHA-256 of a file.  Reads the file in chunks."""
+    """Returns the hexadecimal SHA-256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):

@@ -136,7 +136,6 @@ def _locked(destination: Path) -> Iterator[bool]:
 
 
 def _lock(path: Path) -> tuple[int, bool]:
-    """Returns a descriptor of the lock file, and whether it is locked."""
     while True:
         handle = _open(path)
         try:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 Value = TypeVar("Value")
 
 PATIENCE = timedelta(minutes=30)
-"""Timeout of a collective.  It is long, because one rank may have to lower what another rank reads from the cache.  If a rank
-fails, all of them end."""
+"""Timeout of a collective.  A rank may have to lower what another one has in the cache.  If a rank fails, all of them end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -383,5 +383,5 @@ def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data 
 
 
 def bounds(lengths: Iterable[int]) -> list[int]:
-    """Returns a column with the start of each row, for rows of these lengths, and the end of the last row."""
+    """Returns the starts of rows of these lengths, and the end of the last row."""
     return list(accumulate(lengths, initial=0))

@@ -135,9 +135,9 @@ def with_expected(
 
 
 def write_self_test(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]]) -> None:
-    """Writes exam.safetensors.  `self_tests` maps the name of an entry to its self-tests.  Names for entry `forward`:
-    `8x128/input/0`, `8x128/output/0`, `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3`.  Names of other entries begin with
-    the entry: `decode/8x128/input/0`."""
+    """Writes exam.safetensors.  `self_tests` maps entry names to self-tests.  Names for entry `forward`: `8x128/input/0`,
+    `8x128/output/0`, `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3`.  Names of other entries begin with the entry:
+    `decode/8x128/input/0`."""
     with open(path, "wb") as file:
         safetensors_writer.write(file, _tensors_by_name(self_tests))
 
@@ -178,7 +178,6 @@ def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey
 
 
 def _tensors_by_name(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors_writer.Tensor]:
-    """Returns the tensors of self-tests by their names in the file."""
     tensors: dict[str, safetensors_writer.Tensor] = {}
     for entry, self_test in [(entry, self_test) for entry, entry_tests in self_tests.items() for self_test in entry_tests]:
         for kind, values in (

@@ -30,7 +30,7 @@ entries that declare the dimension.  [1, 8] needs a single dimension in all entr
 """
 
 Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
-"""A function that creates example inputs for `forward`, or one such function for each method that is an entry."""
+"""A function that creates example inputs for `forward`, or such a function for each entry."""
 
 
 def sizes_of_entries(option: SizesOption, dimensions: Mapping[str, Sequence[str]]) -> dict[str, SizesOption]:
@@ -78,7 +78,6 @@ def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, 
 
 
 def _names_one_of(part: Any, dimensions: Sequence[str]) -> bool:
-    """Returns whether `part`, which has no entry, names one of these dimensions."""
     if isinstance(part, Mapping):
         return bool(part.keys() & set(dimensions))
     return str(part[0]).partition("=")[0].strip() in dimensions

@@ -44,13 +44,13 @@ class FlatModule(torch.nn.Module):
     capability if it is a GPU.  `entry` is the method to call.  After a call, `result` is the tree of its outputs and `names` are
     their names.
 
-    `watch` gets the SideEffects of each call before the call begins.  `earlier` has the SideEffects of a call with real tensors.  A
-    traced call takes the same branches, and reads the same numbers at the positions in `known`.  It asserts the values in
-    `asserted`.  `as_eager` says which queries for tracing return False (see tracing/questions.py).  `padded`: the inputs are
-    padded, so sequences may have length 0.  `uncalled`: nothing has called the module yet; its first call may give a buffer another
-    shape.  `way` forces the branches of a call (see tracing/way.py).  Python may read the values of `weights` during a trace.  The
-    SideEffects list the attributes in `assigned` that the call reads before it assigns them.  The outputs in `bounded` are padded,
-    for inputs with the symbolic `shapes`.
+    Before each call, `watch` gets its SideEffects.  `earlier` has the SideEffects of a call with real tensors.  A traced call takes
+    the same branches, and reads the same numbers at the positions in `known`.  It asserts the values in `asserted`.  `as_eager`
+    says which queries of tracing/questions.py return False.  `padded`: the inputs are padded, so sequences may have length 0.
+    `uncalled`: nothing has called the module yet; its first call may give a buffer another shape.  `way` forces the branches of a
+    call (see tracing/way.py).  Python may read the values of `weights` during a trace.  The SideEffects list the attributes in
+    `assigned` that the call reads before it assigns them.  The outputs in `bounded` are padded, for inputs with the symbolic
+    `shapes`.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs contain this name, so it does not depend on the file
@@ -284,7 +284,6 @@ class BufferSnapshot:
 
 
 def _same(now: torch.Tensor | None, first: torch.Tensor) -> bool:
-    """Returns whether a buffer has its initial shape, dtype and contents."""
     return now is not None and (now.shape, now.dtype) == (first.shape, first.dtype) and same_bits(now, first)
 
 

@@ -238,7 +238,6 @@ def _from_module(
 
 
 def _takes_rank(maker: Any) -> bool:
-    """Returns whether a function has the parameters `rank` and `world`."""
     code = getattr(maker, "__code__", None)
     return code is not None and {"rank", "world"} <= {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
 

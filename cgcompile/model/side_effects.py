@@ -70,17 +70,17 @@ ASSIGNED, UNREAD = "assigned-attribute", "unread-attribute"
 """Rules of attributes that calls change.  ASSIGNED: each call assigns it before it reads it.  UNREAD: no result depends on it."""
 
 UNFINISHED = object()
-"""The value of a read that raised an exception."""
+"""A read that raised an exception."""
 
 
 class SideEffects:
     """The effects of one call.
 
     `answers` has the truth values of branches on data, in order, and `reads` the numbers that Python read from tensors.  `guessed`
-    has the positions of answers about a single tensor without data.  `whole` has the positions of reads of a single integer.
-    `early` has the attributes that the call read before it assigned them.  `baked` has the parameters and buffers whose values a
-    traced call returned to Python, by name, with the (file:line, source line) of the first read.  `written` has those that the call
-    wrote to, or replaced.
+    are positions of answers about a single tensor without data.  `whole` are positions of reads of a single integer.  `early` has
+    the attributes that the call read before it assigned them.  `baked` has the parameters and buffers whose values a traced call
+    returned to Python, by name, with the (file:line, source line) of the first read.  `written` has those that the call wrote to,
+    or replaced.
 
     The call fills this object.  No other record of a traced call remains: torch.export restores the attributes of the module.  The
     tensors of a traced call hold no data, so its `reads` contain symbols.
@@ -102,7 +102,6 @@ class SideEffects:
 
 
 def _symbols(value: Any) -> set[Any]:
-    """Returns the symbols of torch.export in a number or a list of numbers."""
     symbols: set[Any] = set()
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):

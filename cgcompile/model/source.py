@@ -97,7 +97,7 @@ class Recipe:
 
 
 def entry_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:
-    """Returns the method of an entry.  For `forward` it is the module itself, whose call runs torch's hooks."""
+    """Returns the method of an entry.  For `forward` it is the module, which calls torch's hooks."""
     method: Callable[..., Any] = model if entry == FORWARD else getattr(model, entry)
     return method
 
@@ -177,7 +177,6 @@ def _creator(source: Source) -> str:
 
 
 def _is_args_kwargs(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a tuple and a dict are (args, kwargs), and not two arguments."""
     signature = inspect.signature(written_method(source.model, source.entry))
     if not args or not mismatch(signature, args, kwargs):
         return True

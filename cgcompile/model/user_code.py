@@ -112,7 +112,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _is_standard(error: BaseException) -> bool:
-    """Returns whether the class of an exception is from a package in HANDLED, and its text can be read."""
+    """Returns whether an exception is of a package in HANDLED, and has a text."""
     kind = type(error)
     with suppress(Exception):
         str(error)
@@ -273,7 +273,7 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
 
 
 def _hint(error: Exception) -> str:
-    """Returns the hint for an exception of the user's code or a package: its last note, or a hint for its class."""
+    """Returns the last note of an exception, or a hint for its class."""
     if notes := getattr(error, "__notes__", None):
         return str(notes[-1])
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -312,6 +312,6 @@ def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
 
 
 def _unknown_name(name: str, missing: Sequence[str], free: Sequence[str]) -> str:
-    """Says that no parameter has this name, and suggests the closest name of a missing or other free parameter."""
+    """Returns the text for a name that no parameter has, with the closest name of a missing or other free parameter."""
     suggestion = closest(name, missing) or closest(name, free)
     return f"no parameter is called {name!r}" + (f" (did you mean {suggestion!r}?)" if suggestion else "")

@@ -159,8 +159,8 @@ class Kept:
 
 
 def kept() -> tuple[Kept, ...]:
-    """Returns the files of the cache, counted by stage, or () if there is no cache.  Counts only files that `remember` wrote.
-    Raises cache-unsafe."""
+    """Returns the counts of the cache's files by stage, () without a cache.  Counts only files of `remember`.  Raises
+    cache-unsafe."""
     return _counted(lambda name, folder: None)
 
 
@@ -218,7 +218,7 @@ BEGUN = ".new-"
 
 
 def _head(path: Path, data: bytes) -> bytes:
-    """Returns the length and the hash for a file with `data`.  The hash covers the file's name, so a renamed file is invalid."""
+    """Returns the length and the hash of a file's data.  The hash covers the name, so a renamed file is invalid."""
     name = f"{path.parent.name}/{path.name}".encode()
     return len(data).to_bytes(8, "little") + hashlib.sha256(name + b"\0" + data).digest()
 

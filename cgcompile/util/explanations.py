@@ -120,8 +120,7 @@ def _is_rule(text: str) -> bool:
 
 
 def _name(rule: ast.FunctionDef) -> str:
-    """Returns the rule's name as users type it.  The function `operators_without_...` has findings in the singular,
-    `operator-without-...`."""
+    """Returns the rule's name as users type it: `operator-without-...` for the function `operators_without_...`."""
     return rule.name.replace("operators_", "operator_").replace("_", "-")
 
 

@@ -3,7 +3,7 @@ seconds.  The build itself cannot fork after it has started CUDA, which does not
 
 The build sends the path of a pickled `_Order` and three pipes over a Unix socket.  The forked process reads requests from the first
 pipe and answers on the second.  The server writes the process id, and later the exit status, to the third.  Each process leads a
-process group.  All of them end when the thread that started the server ends."""
+process group.  All end when the thread that started the server ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Order:
 
 
 class ForkedProcess:
-    """The build's handle of a process that a fork server forked.  `requests` and `answers` are the build's ends of its pipes."""
+    """The build's handle of a forked process.  `requests` and `answers` are the build's ends of its pipes."""
 
     def __init__(self, requests: int, answers: int, status_pipe: int) -> None:
         self.requests, self.answers = os.fdopen(requests, "w"), os.fdopen(answers)
@@ -184,8 +184,8 @@ def _report(status_pipe: int, number: int) -> None:
 
 
 def _work(main: Main, order: _Order, requests: int, answers: int, server: int) -> NoReturn:
-    """Runs the forked process.  Ends with os._exit.  At a normal exit, destructors of libraries would unload kernels after Python
-    callbacks can no longer run."""
+    """Runs the forked process.  Ends with os._exit: at a normal exit, destructors of libraries unload kernels when no Python
+    callback can run."""
     status = 1
     try:
         os.setpgid(0, 0)

@@ -23,7 +23,7 @@ DYNAMIC = frozenset({"exec", "eval", "globals", "locals", "vars", "setattr", "mo
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Definitions:
     """The `names` that the top level of a file binds.  A value is the function if its name is bound once, without decorator and
-    outside of other statements, else None.  `whole`: the file certainly defines no other names."""
+    outside of other statements, else None.  `whole`: no other names are defined."""
 
     names: dict[str, ast.FunctionDef | None]
     whole: bool
@@ -187,8 +187,8 @@ def not_python(error: SyntaxError, label: str) -> ModelError:
 
 
 def _bound(body: list[ast.stmt], plain: bool) -> Iterator[tuple[str, ast.FunctionDef | None]]:
-    """Yields the names that statements bind, also in branches, loops and `with`.  Yields the function with its name if it has no
-    decorator and `plain`, else None."""
+    """Yields the names that statements bind, also in branches, loops and `with`.  Their functions are None without `plain`, or if
+    decorated."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef):
             yield statement.name, statement if plain and not statement.decorator_list else None

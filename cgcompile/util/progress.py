@@ -109,7 +109,6 @@ def watcher(progress: Progress) -> Iterator[Watcher]:
 
 
 def _is_interactive() -> bool:
-    """Returns whether stderr is shown in a terminal or notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
 

@@ -45,8 +45,7 @@ def is_float(dtype: torch.dtype) -> bool:
 
 
 def compare(expected: torch.Tensor, got: torch.Tensor) -> Difference:
-    """Returns the difference as `cgbundle.tensors.comparison`, of tensors on one device.  The error is infinite if shapes or dtypes
-    differ."""
+    """Returns the difference as `cgbundle.tensors.comparison`, for one device.  It is infinite if shapes or dtypes differ."""
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return Difference(error=inf, text=f"{got.dtype} {list(got.shape)}, expected {expected.dtype} {list(expected.shape)}")
     if not expected.numel() or (expected.device == got.device and same_bits(expected, got)):
@@ -70,8 +69,7 @@ def compare(expected: torch.Tensor, got: torch.Tensor) -> Difference:
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements as a flat tensor.  A complex number becomes two floats.  float8 becomes float32, because torch does not
-    compare float8."""
+    """Returns flat elements: a complex number as two floats, and float8 as float32, because torch does not compare float8."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj().resolve_neg()).reshape(-1)
     flat = tensor.reshape(-1)

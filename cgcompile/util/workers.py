@@ -1,6 +1,6 @@
-"""Worker processes, for work that needs environment variables set before torch or Triton is imported.  A worker is started as
-`python -m MODULE PARENT`, with the parent's process id.  It reads pickled requests from standard input and writes each answer to
-standard output.  Pickle is safe here: the pipes connect two processes of one build, and nothing is stored.
+"""Worker processes, for work that needs environment variables set before torch or Triton is imported.  A worker is `python -m
+MODULE PARENT`, with its parent's process id.  It reads pickled requests from standard input and writes each answer to standard
+output.  Pickle is safe here: the pipes connect two processes of one build, and nothing is stored.
 
 A worker leads a process group.  The worker and its children (ptxas, g++) end when the parent no longer waits for it or is killed.
 
@@ -170,7 +170,7 @@ class _Worker:
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """Kills a process and the process group that it leads.  Does nothing if the process was already waited for."""
+    """Kills a process and the group that it leads, unless the process was already waited for."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):  # it does not lead a group yet, or has ended
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""Raises IndexError for an index out of range on any device.  Trial calls may have such indices, because their values and sizes
-differ from those of the examples.
+"""Raises IndexError for an index out of range on any device.  Trial calls may have such indices: no example has their values and
+sizes.
 
 PyTorch raises it on the CPU.  On a GPU a kernel asserts instead, which makes the GPU unusable for the process.  So the indices are
 checked before the operator runs.
@@ -68,7 +68,7 @@ class IndexGuard(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Lets torch compile branches, loops and flex_attention in eager mode.  Under a mode without this method they fail, and
-        afterwards they fail without a mode, too (torch 2.11, 2.13)."""
+        afterwards also without a mode (torch 2.11, 2.13)."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -113,8 +113,7 @@ class KnownValues:
         return {name for name, tensor in self._held if not isinstance(self._of(tensor), Leaf)}
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the result of an operation, also a number or a truth value.  If it is unknown, `is_known` is False for the
-        returned object."""
+        """Returns the result of an operation, also a number or a truth value.  `is_known` is False for an unknown result."""
         operation = self._operation(func, args, kwargs)
         if operation is not None:
             return self._evaluated(operation)
@@ -122,7 +121,7 @@ class KnownValues:
         return _UNKNOWN if size is None else size
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Like `result` for a function in PYTHON.  For any other function, `is_known` is False for the returned object."""
+        """Like `result` for functions in PYTHON.  The result of any other function is unknown."""
         return self.result(func, args, kwargs) if func in PYTHON and get_proxy_mode() is not None else _UNKNOWN
 
     def _evaluated(self, operation: Operation) -> Any:
@@ -213,7 +212,7 @@ class KnownValues:
         return argument if isinstance(argument, _ARGUMENTS) and not isinstance(argument, _SYMBOLS) else _UNKNOWN
 
     def _of_sizes(self, tensor: FakeTensor) -> Any:
-        """Returns the expression of a tensor of sizes (see size_lists.py) if none of them is symbolic, else _UNKNOWN."""
+        """Returns the expression of a tensor of sizes if none of them is symbolic, else _UNKNOWN."""
         elements = self._sizes.of(tensor)
         parts = elements if isinstance(elements, list) else [elements]
         if not all(type(part) is int for part in parts):
@@ -345,12 +344,11 @@ class KnownValues:
 
 
 def is_known(value: Any) -> bool:
-    """Returns whether the returned object of `KnownValues.result` is a known value."""
+    """Returns whether a result of `KnownValues.result` is known."""
     return value is not _UNKNOWN
 
 
 def _unversioned_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Returns the arguments that an operation may write to without a new version."""
     if func is torch.Tensor.data.__set__:
         return [args[0]]
     if func in NORMS:

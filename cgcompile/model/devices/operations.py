@@ -147,7 +147,6 @@ def pack_sequence(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict
 
 
 def _side(places: TensorPlaces, func: Any, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
-    """Returns the place where the operation runs."""
     sides = [places.place(tensor) for tensor in tensors]
     if func in _AT_FIRST and isinstance(args[0], torch.Tensor) and places.place(args[0]) != FREE:
         return places.place(args[0])
@@ -171,5 +170,4 @@ def _requested_device(places: TensorPlaces, kwargs: dict[str, Any]) -> str | Non
 
 @cache
 def _constructors() -> frozenset[Any]:
-    """Returns the functions that create a tensor on the device of their argument `device`."""
     return frozenset(_device_constructors())

@@ -44,7 +44,6 @@ SATURATED = 1e4
 
 
 def _functions(*names: str) -> frozenset[Any]:
-    """Returns the functions of torch and the methods of tensors with these names."""
     return frozenset([getattr(owner, name) for owner in (torch, torch.Tensor, F) for name in names if hasattr(owner, name)])
 
 
@@ -196,8 +195,8 @@ class PackedSequences:
     def _pad(
         self, data: torch.Tensor, sizes: torch.Tensor, batch_first: bool, value: float, total: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Converts rows back to a padded tensor, and returns also the lengths.  Without a total length, eager PyTorch's result is
-        as long as the longest sequence.  An assertion checks that this is the full length."""
+        """Converts rows back to a padded tensor and its lengths.  Without a total length, eager PyTorch's result is as long as the
+        longest sequence.  An assertion checks that this is the full length."""
         packing = self._rows[data]
         if _total_length() is None:
             text = "the longest sequence is as long as the input; give pad_packed_sequence() total_length= otherwise"

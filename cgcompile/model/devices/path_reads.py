@@ -223,7 +223,6 @@ class ForcedReads(DataReads):
 
 
 def _by_data(size: Any) -> bool:
-    """Returns whether a size depends on data."""
     return isinstance(size, torch.SymInt) and any(symbol_is_type(sym, SymT.UNBACKED_INT) for sym in size.node.expr.free_symbols)
 
 

@@ -26,7 +26,7 @@ DEEP, WIDE = 6, 256
 """Maximum depth and number of elements of the search for tensors in attributes of modules."""
 
 MOST = 20_000
-"""Maximum number of objects of the search.  From an attribute, it could reach most objects of the process."""
+"""Maximum number of objects of the search, which could reach most objects of the process."""
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _by_storage(model: torch.nn.Module, device: torch.device) -> Iterator[list[t
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yields parameters, buffers, and tensors in other attributes: also in objects, containers and functions."""
+    """Yields all tensors, also those in objects, containers and functions."""
     seen: set[int] = set()
     for module in model.modules():
         for value in list(vars(module).values()):
@@ -93,7 +93,6 @@ def _within(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Returns the elements of a container, the attributes of an object, or the closure and defaults of a function."""
     if isinstance(value, torch.nn.Module | type | ModuleType | str | bytes):
         return []
     if isinstance(value, Mapping):

@@ -7,10 +7,9 @@ devices of the bundle, and follows the moves.  It adds a marker operator to the 
 
 Private interfaces (torch 2.11, 2.13): `FakeTensor.device`, `torch.overrides._get_current_function_mode_stack`, `get_proxy_mode`
 (None while torch runs an operation that it traces), `torch.autocast.__init__`.  While the model runs, `FakeTensor.device` is
-replaced, because this Python property calls no mode.  If the CPU runs in place of a GPU, more functions are replaced: autocast (for
-cuda it has no effect on the CPU), `torch.cuda.get_device_capability` (returns the bundle's GPU),
-`torch.cuda.is_current_stream_capturing` (missing in torch for the CPU), and `torch.backends.cudnn.is_acceptable`
-(`flatten_parameters()` of recurrent layers would start CUDA).
+replaced, because this Python property calls no mode.  If the CPU runs in place of a GPU, so are autocast (for cuda it has no effect
+on the CPU), `torch.cuda.get_device_capability` (returns the bundle's GPU), `torch.cuda.is_current_stream_capturing` (missing in
+torch for the CPU), and `torch.backends.cudnn.is_acceptable` (`flatten_parameters()` of recurrent layers would start CUDA).
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ _SPECIAL: Mapping[Any, _Handler] = {
 
 
 _BRANCHING = frozenset({F.gaussian_nll_loss})
-"""Python functions of PyTorch that branch on data.  The mode runs their operations one by one.  It runs any other function as one
-operation."""
+"""Python functions of PyTorch that branch on data.  Any other function is one operation for the mode."""
 
 
 def _opened(func: Any) -> Any:
@@ -101,7 +99,6 @@ class DeviceTracking(TorchFunctionMode):
         return self._traced and get_proxy_mode() is None
 
     def _truth(self, tensor: torch.Tensor) -> Any:
-        """Converts a uint8 tensor to bool."""
         return self.__torch_function__(torch.Tensor.bool, (), [tensor])
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:

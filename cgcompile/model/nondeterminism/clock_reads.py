@@ -29,8 +29,8 @@ CLOCKS: dict[Any, str] = {
 SYSTEM: dict[Any, str] = {os.urandom: "os.urandom", **({os.getrandom: "os.getrandom"} if hasattr(os, "getrandom") else {})}
 
 STEPS = (0.37, 12345.61, 43200.5, 4 * 86400 + 21600.25, 1e8 + 0.37)
-"""Offsets for clocks, in seconds.  At least one of them changes a value that is computed from a fraction of a second, an hour, a
-weekday or a year."""
+"""Offsets for clocks, in seconds.  At least one changes a value computed from a fraction of a second, an hour, a weekday or a
+year."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -55,7 +55,7 @@ class Place:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Called:
     """The results of one call of a new model: its outputs, and the inputs after the call.  `raised` is the text of an exception,
-    with the user's line, or "" if none was raised."""
+    with the user's line, or ""."""
 
     outputs: tuple[torch.Tensor, ...] = ()
     inputs: tuple[torch.Tensor, ...] = ()
@@ -84,8 +84,8 @@ class FreshModels(Protocol):
         """Sets the devices of all new models.  Returns whether they can run there."""
 
     def new(self, sizes: Mapping[str, dict[str, int]]) -> Any:
-        """Returns a context manager that gives a FreshModel.  `sizes` maps each entry, in order of the entry numbers, to the sizes
-        of an example call."""
+        """Returns a context manager that gives a FreshModel.  `sizes` has those of an example call for each entry, in order of the
+        entry numbers."""
 
 
 class _Calls:
@@ -129,7 +129,7 @@ class _Calls:
 
 
 class _Forked:
-    """New models in forked processes.  This object is in the build's process, and sends calls through a pipe."""
+    """New models in forked processes.  This object sends calls through a pipe."""
 
     def __init__(self, connection: Connection, process: int) -> None:
         self._connection, self._process = connection, process
@@ -209,7 +209,6 @@ def _threads_after_a_fork() -> int:
 
 
 def _run(connection: Connection, sources: Sequence[Source], parent: int, threads: int) -> None:
-    """Runs the forked process to its end."""
     status = 1
     try:
         os.setpgid(0, 0)

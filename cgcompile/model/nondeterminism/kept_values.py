@@ -112,7 +112,6 @@ def _is_users(kind: type) -> bool:
 
 
 def _is_data(name: str, value: Any) -> bool:
-    """Returns whether a member of a class or module holds data that code may write to."""
     return not name.startswith("__") and not isinstance(value, CODE)
 
 

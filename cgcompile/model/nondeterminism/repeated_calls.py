@@ -23,7 +23,7 @@ ORDINARY = 4
 """Number of calls with other random numbers, besides those with numbers at either end of their range."""
 
 SPREADS = 4.0
-"""Results of equal calls on a GPU differ by rounding.  A difference more than this many times larger is not rounding."""
+"""Results on a GPU differ by rounding.  A difference more than this many times larger is not rounding."""
 
 
 def results(flat: FlatModule, tensors: Sequence[torch.Tensor]) -> Results:
@@ -97,7 +97,7 @@ def unrepeated(
 
 
 def _depends_on_random(flat: FlatModule, tensors: Sequence[torch.Tensor], call: Observed) -> bool:
-    """Returns whether results depend on random numbers: tries both ends of their range, if known, and a few more."""
+    """Tries random numbers at both ends of their range, if known, and a few more."""
     with put_back(call.moved):
         original_states = [rng.read() for rng in call.moved]
         ends = [rng.ends(state) for rng, state in zip(call.moved, original_states, strict=True)]
@@ -120,7 +120,7 @@ def _depends_on_random(flat: FlatModule, tensors: Sequence[torch.Tensor], call: 
 def _depends_on_time(
     flat: FlatModule, tensors: Sequence[torch.Tensor], first: Results, call: Observed, clocks: Sequence[Read]
 ) -> bool:
-    """Returns whether results depend on the time.  True for a clock that cannot be set forward."""
+    """Returns True also for a clock that cannot be set forward."""
     noise = apart(first, call.results)
     on_gpu = any(result.is_cuda for result in call.results)
     if (noise and not on_gpu) or not all(read.name.startswith("time.") for read in clocks):

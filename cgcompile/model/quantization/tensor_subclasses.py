@@ -62,7 +62,6 @@ def replace_subclass_weights(module: torch.nn.Module) -> None:
 
 
 def _rebuilt_weight(name: str) -> property:
-    """Returns the property that rebuilds a weight."""
 
     def get(module: Any) -> torch.Tensor:
         inner_tensors: InnerTensors = module._modules[name + SUFFIX]

@@ -83,8 +83,7 @@ def early_reads(model: torch.nn.Module, names: Sequence[str], early: set[str]) -
 
 
 def _watch(kind: Any, watched: dict[int, _Watched]) -> None:
-    """Replaces the three methods of a class that access attributes, to record the accesses to the instances in `watched` (by
-    id)."""
+    """Replaces the three methods of a class that access attributes of its instances."""
     get, set_attribute, remove = kind.__getattribute__, kind.__setattr__, kind.__delattr__
 
     def __getattribute__(self: Any, name: str) -> Any:

@@ -60,7 +60,7 @@ def _table(code: CodeType) -> dict[int, Kept] | None:
 
 
 def _following(index: int, instructions: Sequence[dis.Instruction], at: dict[int, int]) -> list[int]:
-    """Returns the indices of the instructions that may run next.  The target of a jump is the last of them."""
+    """Returns the indices of the instructions that may run next, the target of a jump last."""
     instruction = instructions[index]
     after = [index + 1] if index + 1 < len(instructions) and not _ends(instruction.opname) else []
     return [*after, at[instruction.argval]] if _jumps(instruction) else after
@@ -82,7 +82,6 @@ Handlers = Sequence[tuple[int, int, int, int]]
 def _live(
     code: CodeType, instructions: Sequence[dis.Instruction], following: Sequence[Sequence[int]], handlers: Handlers
 ) -> list[frozenset[str]]:
-    """Returns the local variables that may be read after each instruction."""
     always = frozenset(code.co_cellvars + code.co_freevars)
     before: list[frozenset[str]] = [frozenset()] * len(instructions)
     result: list[frozenset[str]] = [always] * len(instructions)

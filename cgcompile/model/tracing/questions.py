@@ -5,8 +5,7 @@ changes the results of some models.  If a program differs from eager PyTorch, th
 False.
 
 Private interfaces (torch 2.11, 2.13): the flags that `torch.compiler.is_compiling` and `is_exporting` read, and the name
-`torch._subclasses.FakeTensor`, which libraries use in isinstance().  Code that is not the user's gets the original answer of
-isinstance().
+`torch._subclasses.FakeTensor`, which libraries use in isinstance().  Code that is not the user's gets the original answer.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 
 FLAGS_ALONE, KNOWN, ALL = "flags", "known", "all"
 """The queries that return False.  FLAGS_ALONE: `torch.compiler.is_exporting()` and similar functions.  KNOWN: also isinstance() of
-tensors with known values.  ALL: also isinstance() of all tensors.  This is the last resort, because a library tests a tensor to
-avoid reading its data."""
+tensors with known values.  ALL: also that of all tensors, as the last resort: a library tests a tensor to avoid reading its
+data."""
 
 
 class _HiddenFakeTensor(type):
@@ -48,8 +47,7 @@ class _HiddenFakeTensor(type):
 
 @contextmanager
 def tracing_hidden(questions: str) -> Iterator[None]:
-    """Makes queries of the user's code return False inside this context.  `questions` is FLAGS_ALONE, KNOWN, ALL, or "" for
-    none."""
+    """Makes these `questions` (FLAGS_ALONE, KNOWN or ALL; "" for none) return False inside this context."""
     if not questions:
         yield
         return

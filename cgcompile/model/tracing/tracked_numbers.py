@@ -81,7 +81,6 @@ def _compared(method: Callable[..., Any], ask: Callable[[bool], bool]) -> Callab
 
 
 def _expression(value: Any) -> Any:
-    """Returns the symbolic expression of a number, or None if it is unknown."""
     if type(value) is int:
         return sympy.Integer(value)
     return getattr(value, EXPRESSION, None)

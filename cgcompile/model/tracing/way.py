@@ -23,8 +23,8 @@ class Question:
 
     `state` is equal for two questions only if the complete state of Python is equal, except for tensors.  `names` are the places of
     the tensors in this state, in the order in which the marker operator takes them after the predicate.  `memory` says which of
-    them share memory.  `asks`, `reads` and `sizes` count what came before the question: answers, numbers that Python read, and its
-    reads of sizes.  `caller` is the result of `user_code.called_here`.
+    them share memory.  `asks`, `reads` and `sizes` count earlier answers, numbers that Python read, and reads of sizes.  `caller`
+    is the result of `user_code.called_here`.
     """
 
     answer: bool
@@ -54,8 +54,8 @@ class TracedWay:
 
     `asks` are all answers in order, also for known values and repeated questions.  `reads` says of every number that Python read
     whether it depends on data.  `sizes` has an entry per read of a tensor's sizes: an expression for each size that depends on
-    data, else None.  With these three, a ForcedWay takes the same path.  `raised` is the model's exception, `result` the tree of
-    its outputs, and `changed` are attributes that the call changed.
+    data, else None.  A ForcedWay takes the same path with them.  `raised` is the model's exception, `result` the tree of its
+    outputs, and `changed` are attributes that the call changed.
     """
 
     def __init__(self, forced: Sequence[bool], preferred: Mapping[Spot, bool], limit: int) -> None:

@@ -69,7 +69,6 @@ def _name_parameters(scripted: torch.jit.ScriptModule) -> None:
 
 
 def _inside(module: Any) -> nn.Module | None:
-    """Returns the module inside a wrapper, or None."""
     if isinstance(module, WRAPPERS):
         return module.module
     if type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo"):
