@@ -1,4 +1,5 @@
-"""The catalogue of build errors, as `cgbundle.errors`.  Exit code 1: the model cannot be built; 2: usage or environment."""
+"""The catalogue of build errors, in the form of `cgbundle.errors`.  Exit code 1: the model cannot be built; 2: usage or
+environment."""
 
 from __future__ import annotations
 
@@ -309,8 +310,8 @@ def named(code: str, message: str, hint: str) -> CgbundleError:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and its causes once each, outermost first.  Causes can form a cycle.  Inductor's errors name theirs in
-    `inner_exception`."""
+    """Yields the error and its causes, outermost first.  Yields none twice, because causes can form a cycle.  Inductor's errors
+    have their cause in `inner_exception`."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

@@ -66,8 +66,8 @@ def spelled(entry: EntrySpec) -> str:
 
 
 def nested(entry: EntrySpec) -> list[str]:
-    """Returns assignments such as `cache = {'layers': [...]}` for the arguments that contain tensors in containers.  The tensors
-    are variables with their own names.  Lines longer than LINE are omitted."""
+    """Returns assignments such as `cache = {'layers': [...]}` for the arguments that contain tensors in containers.  A tensor is a
+    variable with the name of its input.  Lines longer than LINE are omitted."""
     names = [spec.name for spec in entry.inputs]
     lines = [
         f"{_variable(name)} = {_template(tree, names)}"

@@ -23,7 +23,8 @@ def verdict(
     prepared: Prepared, self_test: KeySelfTest, got: Seen, bounds: Sequence[ErrorBound], weights: Sequence[Weight]
 ) -> Verdict | None:
     """Compares the outputs `got` of a bundle with eager PyTorch that selects the same indices.  Returns None if no selection
-    explains the outputs.  `self_test` has the results of eager PyTorch's own selections.  `weights` are the rows of the manifest.
+    explains the outputs.  `self_test` has the results of eager PyTorch's own selections.  `weights` are the manifest's rows of
+    weights.
     """
     expected = [
         *self_test.outputs,
@@ -40,7 +41,7 @@ def with_near_ties(
     bounds: Sequence[ErrorBound],
     weights: Sequence[Weight],
 ) -> tuple[float, ...]:
-    """Returns the bounds of a bundle, where that of an index tensor is at least its largest share of near ties.  Another processor
+    """Returns the bounds of a bundle.  The bound of an index tensor is at least its largest share of near ties.  Another processor
     rounds differently and may select the other element of a near tie."""
     if not any(bound.exact and bound.rounded for bound in bounds):
         return tuple(current_bounds)
@@ -52,16 +53,17 @@ def with_near_ties(
 
 
 def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) -> Run:
-    """Returns a function that runs the calls of the self-test with the exported program in eager PyTorch."""
+    """Returns a function that runs the self-test with the exported program in eager PyTorch."""
     module = ProgramModule([prepared.programs.at(self_test.key)])
     device = next((value.device for value in prepared.weights.values()), torch.device("cpu"))
     rows = [row for row in weights if row.memory == "state"]
 
     def content(row: Weight) -> torch.Tensor:
-        """Returns the current state, flat.  Clones integers with an operator, so that GuidedRun records where they come from."""
+        """Returns the current contents of a state tensor, flat.  Clones integers with an operator, because GuidedRun records
+        operators."""
         value = module.snapshot.buffers().get(row.name)
         if value is None:
-            value = prepared.weights[PREFIX + row.name]  # belongs to another entry
+            value = prepared.weights[PREFIX + row.name]  # state of another entry
         return flat(copied(value) if value.is_floating_point() else value.clone(), row)
 
     def run() -> Seen:
@@ -70,7 +72,7 @@ def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) 
             for _ in range(prepared.self_test_calls):
                 device_inputs = [value.to(device, copy=True) for value in self_test.inputs]
                 with traced_per_size():
-                    calls.append(tuple([value.clone() for value in module(*device_inputs)]))  # it may be state
+                    calls.append(tuple([value.clone() for value in module(*device_inputs)]))  # an output may be state
             state = [content(row) for row in rows]
         finally:
             module.snapshot.restore()

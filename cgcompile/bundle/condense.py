@@ -1,4 +1,4 @@
-"""Keeps the self-test of a bundle small compared with its weights: verified large expected outputs are condensed."""
+"""Keeps the self-test of a bundle small compared with its weights.  Condenses large expected outputs after their verification."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ WORTH = 1 << 20
 
 
 def condense(stage: Path, manifest: Manifest) -> None:
-    """Condenses the largest expected tensors of the self-test in `stage` until it is below the limit, or none is left.  Tensors
-    that must be equal in every bit, and integers that must be equal, become hashes of blocks.  Floats with a tolerance also get
-    samples and statistics.  Integers that may differ, and tensors with infinite or NaN values, are not condensed."""
+    """Condenses the largest expected tensors of the self-test in `stage` until the file is below the limit, or none is left.
+    Tensors that must be equal in every bit, and integers that must be equal, become hashes of blocks.  Floats with a tolerance also
+    get samples and statistics.  Integers that may differ, and tensors with infinite or NaN values, are not condensed."""
     path = stage / file_names.SELF_TEST
     weights = stage / file_names.WEIGHTS
     limit = max(LEAST, int(SHARE * weights.stat().st_size) if weights.exists() else 0)

@@ -39,7 +39,7 @@ def write_programs(stage: Path, programs: Programs, entry: str) -> None:
 
 
 def write_program(path: Path, program: ExportedProgram) -> None:
-    """Writes a program for the CPU, whatever its device was, without weights (see `without_weights`)."""
+    """Writes a program for the CPU, also if its device was a GPU.  Omits its weights (see `without_weights`)."""
     bare = without_weights(program)
     with _without_traces(bare):
         save_program(bare, buffer := BytesIO())  # a buffer: torch hides the reason of a failed write to a file
@@ -60,9 +60,9 @@ def _without_traces(program: ExportedProgram) -> Iterator[None]:
 
 
 def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
-    """Adds the description of all files of the stage to the manifest, checks everything, and writes it.  In a manifest that was
-    sealed before, only the row of the self-test is updated.  Raises bundle-refused if the runtime would refuse the bundle: it is
-    read back with the checks and limits for untrusted bundles."""
+    """Adds the rows of all files in the folder `stage` to the manifest, and writes it.  In a manifest that was sealed before,
+    updates only the row of the self-test.  Then reads the bundle with the checks and limits for untrusted bundles.  Raises
+    bundle-refused if the runtime would refuse it."""
     described = tuple(
         [manifest_text.describe_file(str(stage), row.path) if row.path == file_names.SELF_TEST else row for row in manifest.files]
     )
@@ -83,5 +83,5 @@ def _write_checked(stage: Path, sealed: schema.Manifest) -> None:
 
 
 def describe_size(stage: Path) -> str:
-    """Returns the size of all files of the stage as text."""
+    """Returns the size of all files in the folder `stage` as text."""
     return size(sum(file.stat().st_size for file in stage.rglob("*") if file.is_file()))

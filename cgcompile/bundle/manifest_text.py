@@ -32,9 +32,9 @@ def encode(manifest: schema.Manifest, *others: schema.Manifest) -> bytes:
 
 
 def _common(values: list[Any]) -> tuple[Any, list[Any]]:
-    """Returns the common part of all values, and the remaining part of each.  `...` means that a part is empty."""
+    """Returns the common part of all values, and the remaining part of each value.  The value `...` means that a part is empty."""
     first = values[0]
-    if len({json.dumps(value, sort_keys=True) for value in values}) == 1:  # 1, 1.0 and true are equal to Python
+    if len({json.dumps(value, sort_keys=True) for value in values}) == 1:  # not with ==: 1, 1.0 and True are equal
         return first, [...] * len(values)
     if all(type(value) is dict for value in values):
         common: dict[str, Any] = {}
@@ -69,11 +69,11 @@ def _plain(value: Any) -> Any:
 
 
 def sha256(path: str) -> str:
-    """Returns the hexadecimal SHA-256 of a file.  Reads the file in chunks."""
+    """Returns the hexadecimal SHA-256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(CHUNK):
-            digest.update(piece)
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Verifies a bundle: the build fails if a tensor differs from eager PyTorch by more than its bound.
 
 A fresh process, which has only the runtime, loads a staged bundle and replays the self-test (`cgbundle/self_test.py`).  A bundle
-for another machine is interpreted instead (`offline/proof.py`).  The bound of a tensor is that of `transforms/error_bounds.py`.
+for another machine is interpreted instead (`offline/proof.py`).  `transforms/error_bounds.py` defines the bound of a tensor.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def accepted(
     hint: str = REPORT,
     entry: str = FORWARD,
 ) -> tuple[float, ...]:
-    """Returns the bounds for the bundle, given its differences from eager PyTorch at every int_key.  These are the bounds of
-    `bounds`.  If `allow` permits integers that rounding changes, their bound is the largest share that differed. `what` is the text
-    of the error: what differs.  Raises proof-failed for the first tensor that exceeds its bound."""
+    """Checks the differences from eager PyTorch at every int_key, and returns the bounds that the bundle stores: those of `bounds`.
+    If `allow` permits integers that rounding changes, their bound is the largest share that differed.  In the error, `what` says
+    what differs.  Raises proof-failed for the first tensor that exceeds its bound."""
     stored_bounds = [error_bound.bound for error_bound in bounds]
     for key, differences in key_differences.items():
         for index, (bound, difference) in enumerate(zip(bounds, differences, strict=True)):
@@ -82,7 +82,7 @@ def measured(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """The self-tests of all entries with measured proofs.  `index_remarks` is text: which indices differ from eager PyTorch."""
+    """The self-tests of all entries with measured proofs.  `index_remarks` says which indices differ from eager PyTorch."""
 
     self_tests: tuple[SelfTest, ...]
     index_remarks: str
@@ -95,7 +95,7 @@ def replay(
     allow: Sequence[str],
     prepared: Sequence[Prepared] = (),
 ) -> Replayed:
-    """Replays the self-test of every entry, and measures the proofs.  `bounds` are by entry.  Raises proof-failed.
+    """Replays the self-test of every entry, and measures the proofs.  `bounds` has the bounds of each entry.  Raises proof-failed.
 
     A self-test with eager PyTorch's results gets new errors.  A self-test with recorded results keeps its errors: each proof gets
     the distance of the replay from the recording.  With `prepared` (by entry), different indices are accepted if the floats at

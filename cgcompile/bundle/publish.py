@@ -1,7 +1,8 @@
 """Writes a bundle atomically: in a staging directory beside its destination, which is synced and then renamed.
 
 One process at a time writes to a destination.  It holds a lock (flock) on a file beside the destination.  The kernel releases the
-lock when the process ends, in every container.  The holder of the lock thus knows that all other staging directories are leftovers.
+lock when the process ends, also if it runs in another container.  The holder of the lock thus knows that all other staging
+directories are leftovers.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
     The next process that writes to `destination` removes the leftovers of a killed process.  On a file system without locks (some
     NFS mounts) they stay, because they could belong to a running process.
 
-    Raises BlockingIOError if another process writes to `destination`.  Without `replace`, raises FileExistsError if it exists, at
-    the start or at the end.
+    Raises BlockingIOError if another process writes to `destination`.  Without `replace`, raises FileExistsError if `destination`
+    exists at the start or at the end.
     """
     destination = destination.absolute()  # the model's code may change the current directory
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +121,8 @@ def _rename(source: Path, target: Path, flags: int) -> bool:
 
 @contextmanager
 def _locked(destination: Path) -> Iterator[bool]:
-    """Holds the lock of the destination.  Gives False on a file system without locks.  Raises BlockingIOError if it is taken."""
+    """Holds the lock of the destination.  Gives False on a file system without locks.  Raises BlockingIOError if another process
+    holds it."""
     path = destination.parent / f".{destination.name}.lock"
     handle, has_lock = _lock(path)
     try:
@@ -134,7 +136,6 @@ def _locked(destination: Path) -> Iterator[bool]:
 
 
 def _lock(path: Path) -> tuple[int, bool]:
-    """Returns a descriptor of the lock file, and whether it is locked."""
     while True:
         handle = _open(path)
         try:
@@ -149,7 +150,7 @@ def _lock(path: Path) -> tuple[int, bool]:
             if isinstance(error, BlockingIOError):
                 raise BlockingIOError(error.errno, error.strerror, os.fspath(path)) from None
             raise
-        os.close(handle)  # the previous holder unlinked it between open and flock
+        os.close(handle)  # another process unlinked the file between open and flock
 
 
 def _open(path: Path) -> int:

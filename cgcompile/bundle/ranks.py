@@ -19,7 +19,7 @@ import torch.distributed as dist
 Value = TypeVar("Value")
 
 PATIENCE = timedelta(minutes=30)
-"""Timeout of a collective: a rank may lower for a long time what another one has in the cache.  A rank that fails ends all."""
+"""Timeout of a collective.  A rank may have to lower what another one has in the cache.  If a rank fails, all of them end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

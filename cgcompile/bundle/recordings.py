@@ -1,4 +1,4 @@
-"""Recordings of graphs, with the parameters of every node, as both recorders produce them, and their encoding as bytes.
+"""Recordings of graphs with the parameters of every node, and their encoding as bytes.  Both recorders of GPU programs create them.
 
 `encode` and `decode` are exact inverses: if `decode` accepts bytes, `encode` of the result returns the same bytes.  The runtime
 reads the columns directly (cgbundle/tables/table.py), without these classes.
@@ -151,7 +151,7 @@ MEMSET_FIELDS = ("value", "element", "width", "height", "pitch")
 EXTENT_FIELDS = ("width", "height", "depth")
 PITCH_FIELDS = ("source_pitch", "source_height", "target_pitch", "target_height")
 EDGE_FIELDS = ("source", "target", "from_port", "to_port", "type")
-"""Names of fields.  Memsets and edges have a column per field.  The fields of a memcpy share one column."""
+"""Names of fields.  Memsets and edges have a column per field.  A memcpy has a column for its extents and one for its pitches."""
 
 
 def encode(recording: Recording) -> bytes:
@@ -383,5 +383,5 @@ def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data 
 
 
 def bounds(lengths: Iterable[int]) -> list[int]:
-    """Returns the column of bounds for rows of these lengths."""
+    """Returns the starts of rows of these lengths, and the end of the last row."""
     return list(accumulate(lengths, initial=0))

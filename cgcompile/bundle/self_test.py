@@ -1,7 +1,7 @@
 """The self-test of a bundle, per int_key: inputs, expected outputs, and expected contents of mutated inputs and state.
 
-For state it holds only the elements that a call changes, as runs of consecutive elements.  A call changes
-a few rows of a cache of several 100 MB.
+For state it holds only the elements that a call changes, as runs of consecutive elements.  For example, a call changes a few rows
+of a cache of several 100 MB.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ReplayedBytes:
 def eager_self_test(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[Weight]
 ) -> list[KeySelfTest]:
-    """Runs eager PyTorch at every int_key, from the model's initial state, on inputs that the export has not seen.  `weights` are
-    the rows of the manifest."""
+    """Runs eager PyTorch at every int_key, from the model's initial state, on inputs that the export has not used.  `weights` are
+    the manifest's rows of weights."""
     self_tests = []
     before = _initial_weights(prepared)
     rows = [row for row in weights if row.memory == "state"]
@@ -103,7 +103,7 @@ def replayed_self_test(
 
 
 def state_after(self_test: KeySelfTest, prepared: Prepared, weights: Sequence[Weight]) -> list[tuple[Weight, torch.Tensor]]:
-    """Returns the rows of memory state, each with all its elements after the calls, flat, in memory order."""
+    """Returns the manifest's rows of state.  Each has all elements of the tensor after the calls: flat, in memory order."""
     first = _initial_weights(prepared)
     states = []
     for index, runs, changed in self_test.state:
@@ -135,8 +135,9 @@ def with_expected(
 
 
 def write_self_test(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]]) -> None:
-    """Writes exam.safetensors.  `self_tests` are by entry.  Names for entry `forward`: `8x128/input/0`, `8x128/output/0`,
-    `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3`.  Names of other entries begin with the entry: `decode/8x128/input/0`."""
+    """Writes exam.safetensors.  `self_tests` maps entry names to self-tests.  Names for entry `forward`: `8x128/input/0`,
+    `8x128/output/0`, `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3`.  Names of other entries begin with the entry:
+    `decode/8x128/input/0`."""
     with open(path, "wb") as file:
         safetensors_writer.write(file, _tensors_by_name(self_tests))
 
@@ -177,7 +178,6 @@ def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey
 
 
 def _tensors_by_name(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors_writer.Tensor]:
-    """Returns the tensors of self-tests by their names in the file."""
     tensors: dict[str, safetensors_writer.Tensor] = {}
     for entry, self_test in [(entry, self_test) for entry, entry_tests in self_tests.items() for self_test in entry_tests]:
         for kind, values in (
@@ -198,7 +198,7 @@ def _initial_weights(prepared: Prepared) -> dict[str, torch.Tensor]:
 
 
 def _changed(rows: Sequence[Weight], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> tuple[Changed, ...]:
-    """Returns the changes of every row of memory state.  `before` has tensors by name; those of `after` are flat."""
+    """Returns the changes of every row of memory state.  `before` and `after` have tensors by name; those of `after` are flat."""
     return tuple(
         [(index, *changes(flat(before[row.name], row), after[row.name])) for index, row in enumerate(rows) if row.memory == "state"]
     )

@@ -1,4 +1,4 @@
-"""The manifest's region and program if there is a single region, the same for every target."""
+"""The rows of the manifest for a model with a single region.  All targets use them."""
 
 from __future__ import annotations
 

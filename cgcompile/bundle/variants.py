@@ -1,7 +1,7 @@
 """Joins several bundles of one model, for different GPUs or CPU levels, into one bundle with a variant for each.
 
 The variants share weights, exported programs, and the inputs and expected outputs of the self-test.  Other files are in folders
-with the variant's name: `graphs/sm_90/`, `host/x86-64-v3/`.  Kernel images have names from their hashes, and are shared.
+with the variant's name: `graphs/sm_90/`, `host/x86-64-v3/`.  Kernel images are named by their hashes, and variants share them.
 """
 
 from __future__ import annotations
@@ -202,7 +202,9 @@ def _renamed(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
 def _moved(manifest: Manifest, folder: Path, out: Path) -> Manifest:
     """Copies the images and the files of the variant to `out`.  Returns the manifest with the new paths."""
     name = variant_name(manifest.target)
-    paths = {file.path: _place(file.path, name) for file in manifest.files if file.path.startswith((*APART, file_names.KERNELS))}
+    paths = {
+        file.path: _variant_path(file.path, name) for file in manifest.files if file.path.startswith((*APART, file_names.KERNELS))
+    }
     for path, place in paths.items():
         _copy(folder / path, out / place)
     if (folder / EXPLAINED).exists():
@@ -224,7 +226,7 @@ def _moved(manifest: Manifest, folder: Path, out: Path) -> Manifest:
     return replace(manifest, entries=tuple(entries), regions=tuple(regions), module_state=state)
 
 
-def _place(path: str, name: str) -> str:
+def _variant_path(path: str, name: str) -> str:
     folder, _, subpath = path.partition("/")
     return path if f"{folder}/" == file_names.KERNELS else f"{folder}/{name}/{subpath}"
 

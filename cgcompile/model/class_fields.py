@@ -19,19 +19,19 @@ import torch
 from torch.utils import _pytree as pytree
 
 CACHES = "transformers.cache_utils"
-"""The module of the classes of caches and their layers.  Subclasses of these are caches too."""
+"""The module that defines the classes of caches and their layers.  Their subclasses are caches too."""
 
 DERIVED = frozenset({"batch_size", "max_batch_size", "dtype", "device"})
-"""Attributes of a cache layer that follow from its tensors.  Once there are tensors, only `device` is read."""
+"""Attributes of a cache layer that its tensors determine.  transformers reads only `device` after a layer has tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
     """The fields of an instance: the name of its class, its kind, and the names and values of the fields.
 
-    `kind` says how a bundle reads it: `object` or `mapping` (see cgbundle.format.pytree), or `tuple` if the fields have no names.
-    `remake` returns a copy of the instance with other values.  `context` has other constant attributes, by name.  `obstacle` says
-    why `remake` does not support the instance, or is "".
+    `kind` is `object` or `mapping` (see cgbundle.format.pytree), or `tuple` if the fields have no names.  `remake` returns a copy
+    of the instance with other values.  `context` has (name, value) of other constant attributes.  `obstacle` says why `remake` does
+    not support the instance, or is "".
     """
 
     name: str
@@ -84,7 +84,7 @@ def _output(value: Any) -> Fields:
 
 
 def _cache(value: Any) -> Fields:
-    """Returns the attributes with tensors of a cache or one of its layers.  Other attributes do not change."""
+    """Returns the attributes with tensors of a cache or of one of its layers.  `remake` copies the other attributes."""
     attrs = {name: item for name, item in vars(value).items() if not name.startswith("_")}
     names = tuple([name for name, item in attrs.items() if name == "layers" or _holds_tensor(item)])
     counts = any(name.startswith("cumulative_length") and type(item) is int for name, item in attrs.items())
@@ -113,7 +113,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _with_attributes(value: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
-    """Returns a copy with other attributes.  Runs no code of the class, and supports frozen classes."""
+    """Returns a copy with new values of some attributes.  Runs no code of the class, and supports frozen classes."""
     instance = copy.copy(value)
     for name, item in zip(names, values, strict=True):
         object.__setattr__(instance, name, item)
@@ -128,18 +128,18 @@ def _registered(value: Any) -> Fields | None:
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in keys]
     named = bool(names) and all(names) and len(set(names)) == len(names) and len(names) == len(children)
     context = node.flatten_fn(value)[1]
-    if not children and not _names_alone(context):
+    if not children and not _only_names(context):
         return None  # a constant without readable content
     return Fields(
         name=type(value).__name__, kind="object" if named else "tuple",
         names=tuple(names if named else map(str, range(len(children)))), values=tuple(children),
         remake=lambda values: pytree.tree_unflatten(list(values), spec),
-        obstacle="" if _names_alone(context) else f"{type(value).__name__} keeps {context!r} beside its tensors",
+        obstacle="" if _only_names(context) else f"{type(value).__name__} keeps {context!r} beside its tensors",
     )  # fmt: skip
 
 
-def _names_alone(context: Any) -> bool:
-    """Returns whether a registered class keeps only names and types beside its children: the runtime compares nothing else."""
+def _only_names(context: Any) -> bool:
+    """Returns whether the context of a registered class has only names and types.  The runtime compares nothing else."""
     if isinstance(context, tuple | list):
-        return all(_names_alone(item) for item in context)
+        return all(_only_names(item) for item in context)
     return context is None or isinstance(context, str | type)

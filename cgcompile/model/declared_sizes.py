@@ -14,7 +14,7 @@ from ..util.model_file import closest
 
 class SavedDimension(NamedTuple):
     """A dimension of a saved program.  `axes` are the input axes with this size, such as `input_ids.0`.  The program was exported
-    for sizes from `low` to `high`.  None: no limit."""
+    for sizes from `low` to `high` (None: no limit)."""
 
     name: str
     axes: tuple[str, ...]
@@ -30,11 +30,11 @@ entries that declare the dimension.  [1, 8] needs a single dimension in all entr
 """
 
 Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
-"""A function that makes example inputs for `forward`, or one for each method that is an entry."""
+"""A function that creates example inputs for `forward`, or such a function for each entry."""
 
 
 def sizes_of_entries(option: SizesOption, dimensions: Mapping[str, Sequence[str]]) -> dict[str, SizesOption]:
-    """Returns the sizes of each entry.  `dimensions` are by entry.  Raises sizes-invalid."""
+    """Returns the sizes of each entry.  `dimensions` maps entries to their dimensions.  Raises sizes-invalid."""
     if isinstance(option, Mapping):
         parts = [
             (name if name in dimensions else "", sizes if name in dimensions else {name: sizes}) for name, sizes in option.items()
@@ -66,7 +66,7 @@ def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, 
     """Splits `decode:batch=1,8` into the entry, or "", and the rest."""
     entry, colon, rest = str(item).partition(":")
     if not colon:
-        names = {name for group in dimensions.values() for name in group}  # the only dimension may be omitted
+        names = {name for group in dimensions.values() for name in group}  # a single dimension need not be named
         return "", [item if "=" in str(item) or len(names) != 1 else f"{next(iter(names))}={item}"]
     name = entry.strip()
     if name not in dimensions:
@@ -78,7 +78,6 @@ def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, 
 
 
 def _names_one_of(part: Any, dimensions: Sequence[str]) -> bool:
-    """Returns whether sizes without an entry name one of these dimensions."""
     if isinstance(part, Mapping):
         return bool(part.keys() & set(dimensions))
     return str(part[0]).partition("=")[0].strip() in dimensions
@@ -184,7 +183,7 @@ def _pairs(
     option: SizesOption, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
 ) -> list[tuple[str, list[int]]]:
     if isinstance(option, Mapping):
-        return [(name, [_whole(size) for size in sizes]) for name, sizes in option.items()]
+        return [(name, [_integer(size) for size in sizes]) for name, sizes in option.items()]
     if isinstance(option, str):
         option = [option]
     items = list(option)
@@ -192,17 +191,17 @@ def _pairs(
         return [_parse(str(item), dimensions, saved, entry) for item in items]
     if not items:
         return []
-    return [(_only(dimensions, saved, entry), [_whole(item) for item in items])]
+    return [(_only_dimension(dimensions, saved, entry), [_integer(item) for item in items])]
 
 
 def _parse(text: str, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str) -> tuple[str, list[int]]:
     name, equals, rest = text.partition("=")
     if not equals:
-        name, rest = _only(dimensions, saved, entry), text
-    return name.strip(), [_whole(part.strip()) for part in rest.split(",")] if rest.strip() else []
+        name, rest = _only_dimension(dimensions, saved, entry), text
+    return name.strip(), [_integer(part.strip()) for part in rest.split(",")] if rest.strip() else []
 
 
-def _whole(value: object) -> int:
+def _integer(value: object) -> int:
     try:
         return int(str(value))
     except ValueError:
@@ -218,7 +217,7 @@ def _example(missing: Sequence[str], entry: str) -> str:
 STATIC = "the program was exported with fixed shapes: leave --sizes out, or export it with dynamic_shapes="
 
 
-def _only(dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str) -> str:
+def _only_dimension(dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str) -> str:
     if len(dimensions) == 1:
         return dimensions[0]
     if not dimensions:

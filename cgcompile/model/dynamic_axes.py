@@ -1,6 +1,6 @@
 """Finds the dynamic axes of the inputs: calls inputs() at several sizes and compares the shapes.
 
-Also describes outputs with sizes that depend on data.  A bundle returns them padded with zeros to a bound, and the true sizes.
+Also describes outputs with sizes that depend on data.  A bundle pads them with zeros to a bound, and returns also the true sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def input_shapes(source: Source, sizes: Mapping[str, Sequence[int]]) -> list[tup
     shapes: list[list[Size]] = [list(tensor.shape) for tensor in first.tensors]
     for name in source.dimensions:
         used = False
-        # two more points: a line through two of them must contain the third
+        # three sizes: a line through two of the points must contain the third
         others = [max(1, base[name] - 1), base[name] + 1]
         probes = [(value, sample(source, {**base, name: value})) for value in others]
         for _, other in probes:
@@ -91,8 +91,8 @@ def _same_structure(source: Source, first: Sample, other: Sample, name: str) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundedAxis:
-    """An axis of an output that has at most `bound` elements.  Its true size is the extra output number `count`, after the outputs
-    of the model: int64 without dimensions."""
+    """An axis of an output that has at most `bound` elements.  Its true size is extra output number `count`, an int64 scalar
+    tensor.  Extra outputs come after those of the model."""
 
     output: int
     axis: int
@@ -101,7 +101,8 @@ class BoundedAxis:
 
 
 def names_of_counts(names: Sequence[str], rows: Sequence[BoundedAxis]) -> list[str]:
-    """Returns the names of the true sizes, by the first output that has it: `boxes.rows` for axis 0, `boxes.size1` for axis 1."""
+    """Returns the names of the true sizes.  They begin with the first output of this size: `boxes.rows` for axis 0, `boxes.size1`
+    for axis 1."""
     by_count: dict[int, str] = {}
     for row in rows:
         if row.count not in by_count:
@@ -138,7 +139,7 @@ def bounded_outputs(
 
 
 def sizes_of(tensors: Sequence[torch.Tensor], shapes: Sequence[Sizes]) -> dict[str, int]:
-    """Returns the declared dimensions of inputs with these symbolic shapes."""
+    """Returns the sizes of the declared dimensions of inputs with these symbolic shapes."""
     sizes: dict[str, int] = {}
     for tensor, shape in zip(tensors, shapes, strict=True):
         for actual, size in zip(tensor.shape, shape, strict=True):

@@ -1,4 +1,5 @@
-"""Wraps the user's model so that inputs and outputs are flat tensors.  The wrapper is exported, and runs in eager PyTorch."""
+"""Wraps the user's model so that inputs and outputs are flat tensors.  A build exports the wrapper, and calls it in eager
+PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from .tracing.way import ForcedWay, TracedWay, noting_errors
 from .user_code import definition, plain_errors
 
 PREFIX = "model."
-"""The prefix of weight names from the wrapper's attribute for the user's module."""
+"""The prefix of weight names: the wrapper's attribute `model` holds the user's module."""
 
 
 def unwatched(effects: SideEffects) -> None:
@@ -39,18 +40,20 @@ def unwatched(effects: SideEffects) -> None:
 class FlatModule(torch.nn.Module):
     """The user's module with a tuple of tensors as input and output.
 
-    `device` is the device of the module and its inputs.  `target_device` is the device of the bundle, a GPU of this `capability`.
-    `entry` is the method to call.  After a call, `result` is the tree of its outputs and `names` are their names.
+    `device` is the device of the module and its inputs.  `target_device` is the device of the bundle, and `capability` its compute
+    capability if it is a GPU.  `entry` is the method to call.  After a call, `result` is the tree of its outputs and `names` are
+    their names.
 
-    Before each call, `watch` gets its SideEffects.  A traced call takes the branches of `earlier`, a call with real tensors, and
-    its numbers at the positions in `known`.  It asserts the values in `asserted`.  `as_eager` says which queries of tracing return
-    False.  `padded`: the inputs are padded, so sequences may have length 0.  `uncalled`: nothing has called the module yet; its
-    first call may give a buffer another shape.  `way` has forced answers.  Python may read the values of `weights` during a trace.
-    The call records reads of attributes `assigned` before their assignment.  Outputs `bounded` are padded, for inputs with the
-    symbolic `shapes`.
+    Before each call, `watch` gets its SideEffects.  `earlier` has the SideEffects of a call with real tensors.  A traced call takes
+    the same branches, and reads the same numbers at the positions in `known`.  It asserts the values in `asserted`.  `as_eager`
+    says which queries of tracing/questions.py return False.  `padded`: the inputs are padded, so sequences may have length 0.
+    `uncalled`: nothing has called the module yet; its first call may give a buffer another shape.  `way` forces the branches of a
+    call (see tracing/way.py).  Python may read the values of `weights` during a trace.  The SideEffects list the attributes in
+    `assigned` that the call reads before it assigns them.  The outputs in `bounded` are padded, for inputs with the symbolic
+    `shapes`.
     """
 
-    __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs contain this name, whatever this file is called
+    __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs contain this name, so it does not depend on the file
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class FlatModule(torch.nn.Module):
         self.follow_buffers()
 
     def follow_buffers(self) -> None:
-        """Finds the buffers of the module, and other places that hold them."""
+        """Finds the buffers of the module, and the other places in the module that hold them."""
         self.snapshot = BufferSnapshot(self.model, held=[slot.tensor for slot in held_tensors(self.model)])
         self.shared = held_buffers(self.model)
 
@@ -208,7 +211,7 @@ def _write_back(owner: Any, leaf: str, tensor: torch.Tensor) -> None:
 
 
 class ProgramModule(torch.nn.Module):
-    """Exported programs in place of the user's module, for programs with their own random numbers."""
+    """Exported programs as a module that replaces the FlatModule, for example if they draw random numbers."""
 
     def __init__(self, programs: Sequence[ExportedProgram]) -> None:
         """`programs` is one program for all sizes, or several that share their weights, each for the input shapes of its export."""
@@ -237,8 +240,8 @@ class Reference(Protocol):
 
 
 class BufferSnapshot:
-    """The initial contents of the buffers of modules, to restore them.  Names are without `prefix`.  Modules share the buffers of
-    one name.  `held` are further tensors to restore."""
+    """The initial contents of the buffers of modules, to restore them.  `prefix` is removed from names.  Modules share buffers of
+    the same name.  `held` has more tensors to restore."""
 
     def __init__(self, *modules: torch.nn.Module, prefix: str = "", held: Sequence[torch.Tensor] = ()) -> None:
         self._held = [(tensor, copied(tensor)) for tensor in held]
@@ -281,7 +284,6 @@ class BufferSnapshot:
 
 
 def _same(now: torch.Tensor | None, first: torch.Tensor) -> bool:
-    """Returns whether a buffer has its initial shape, dtype and contents."""
     return now is not None and (now.shape, now.dtype) == (first.shape, first.dtype) and same_bits(now, first)
 
 
@@ -350,7 +352,8 @@ def padded_calls(reference: Reference) -> Iterator[None]:
 
 def traced_per_size() -> AbstractContextManager[Any]:
     """Makes torch trace while_loop, scan, flex_attention and similar operators for each size.  torch traces these even in eager
-    mode.  With symbolic sizes it refuses some, and from the ninth trace on all (torch._dynamo.config, 2.11 and 2.13)."""
+    mode.  With symbolic sizes it refuses some of them.  From the ninth trace on it refuses all (torch._dynamo.config, 2.11 and
+    2.13)."""
     from torch._dynamo import config  # late import: reading a model does not need Dynamo
 
     context: AbstractContextManager[Any] = config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 20)

@@ -38,8 +38,8 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
 def load_sources(
     model: str | os.PathLike[str] | torch.nn.Module | Recipe, inputs: Inputs | None = None, share: tuple[int, int] | None = None
 ) -> tuple[Source, ...]:
-    """Loads a model.  Returns a source for each entry, `forward` first.  `share` is (rank, world) if the model has a share for
-    each of several GPUs.  Raises source-missing or source-invalid, with the user's file and line if their code failed."""
+    """Loads a model.  Returns a source for each entry, `forward` first.  `share` is (rank, world) if each of several GPUs gets a
+    share of the model.  Raises source-missing or source-invalid, with the user's file and line if their code failed."""
     if isinstance(model, Recipe):
         with plain_errors():
             instance = model.model()
@@ -238,7 +238,6 @@ def _from_module(
 
 
 def _takes_rank(maker: Any) -> bool:
-    """Returns whether a function has the parameters `rank` and `world`."""
     code = getattr(maker, "__code__", None)
     return code is not None and {"rank", "world"} <= {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
 

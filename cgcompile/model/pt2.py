@@ -27,13 +27,13 @@ def load_saved(label: str) -> Source:
     """Loads a saved program.  Raises source-missing, source-invalid.
 
     Dimensions are in the order of their first occurrence in the inputs' shapes.  The extra file `NAMES` names them.  Without it, a
-    single one is `batch`, several are `dim0`, `dim1`, ...  Inputs are random: floats from a normal distribution, integers within
-    the range of the program's example inputs.  An input that is not a tensor is a constant without a default, because the program
-    requires it.
+    single dimension is `batch`, and several are `dim0`, `dim1`, ...  Inputs are random: floats from a normal distribution, integers
+    within the range of the program's example inputs.  An input that is not a tensor is a constant without a default, because the
+    program requires it.
     """
     check_saved(label)
     extra = {NAMES: ""}
-    program = _loaded(label, extra)
+    program = _load_program(label, extra)
     if program.example_inputs is None:
         raise ModelError("source-invalid", f"{label}: the program was saved without its example inputs", SAVE)
     user = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT}
@@ -42,17 +42,19 @@ def load_saved(label: str) -> Source:
     axes: dict[Any, list[str]] = {}
     for path, value in zip(_paths(program.example_inputs, model), values, strict=True):
         for axis, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            for symbol in sorted(_free(size), key=str):
+            for symbol in sorted(_free_symbols(size), key=str):
                 axes.setdefault(symbol, []).extend([f"{path}.{axis}"] if size.node.expr == symbol else [])
     names = _names(label, extra[NAMES], len(axes))
-    saved = tuple([_saved(name, program, symbol, paths) for name, (symbol, paths) in zip(names, axes.items(), strict=True)])
+    saved = tuple(
+        [_saved_dimension(name, program, symbol, paths) for name, (symbol, paths) in zip(names, axes.items(), strict=True)]
+    )
     inputs = _random_inputs(program, values, dict(zip(axes, names, strict=True)), names)
     return Source(
         name=name_of(label), label=label, code="", model=model, inputs=inputs, dimensions=tuple(names), owned=True, saved=saved
     )  # fmt: skip
 
 
-def _loaded(label: str, extra: dict[str, Any]) -> Any:
+def _load_program(label: str, extra: dict[str, Any]) -> Any:
     """Loads a program and its extra files.  torch only logs the reason of a failure, so this function catches and raises it."""
     reasons: list[BaseException] = []
 
@@ -99,13 +101,13 @@ def _paths(examples: Any, model: torch.nn.Module) -> list[str]:
     return paths
 
 
-def _saved(name: str, program: Any, symbol: Any, axes: list[str]) -> SavedDimension:
+def _saved_dimension(name: str, program: Any, symbol: Any, axes: list[str]) -> SavedDimension:
     bounds = program.range_constraints.get(symbol)
     low, high = (1, None) if bounds is None else (max(1, int(bounds.lower)), int(bounds.upper) if bounds.upper.is_Integer else None)
     return SavedDimension(name, tuple(axes), low, high)
 
 
-def _free(size: Any) -> set[Any]:
+def _free_symbols(size: Any) -> set[Any]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
@@ -117,10 +119,10 @@ def _random_inputs(program: Any, values: list[Any], names: dict[Any, str], order
         for example, value in zip(examples, values, strict=True):
             if isinstance(example, torch.Tensor):
                 shape = [
-                    int(size.node.expr.subs({s: sizes[n] for s, n in names.items()})) if _free(size) else int(size)
+                    int(size.node.expr.subs({s: sizes[n] for s, n in names.items()})) if _free_symbols(size) else int(size)
                     for size in value.shape
                 ]
-                drawn.append(_like(example, shape))
+                drawn.append(_random_like(example, shape))
             else:
                 drawn.append(example)
         args, kwargs = pytree.tree_unflatten(drawn, spec)
@@ -132,7 +134,7 @@ def _random_inputs(program: Any, values: list[Any], names: dict[Any, str], order
     return inputs
 
 
-def _like(example: torch.Tensor, shape: list[int]) -> torch.Tensor:
+def _random_like(example: torch.Tensor, shape: list[int]) -> torch.Tensor:
     if example.dtype.is_floating_point or example.dtype.is_complex:
         return torch.randn(shape, dtype=torch.float32).to(example.dtype)
     if example.dtype == torch.bool or not example.numel():

@@ -78,8 +78,8 @@ def constant(value: Any) -> Tree | None:
 
 
 def contexts(value: Any, path: str) -> list[Any]:
-    """Returns what `rebuild` copies from an example input besides tensors and constants.  It must be the same at all sizes.  Raises
-    structure-unsupported for an instance that cannot be rebuilt with other tensors."""
+    """Returns (path, name, value) of the attributes that `rebuild` copies from an example input.  They must be the same at all
+    sizes.  Raises structure-unsupported for an instance that cannot be rebuilt with other tensors."""
     if isinstance(value, torch.Tensor | str):
         return []
     if not isinstance(value, tuple | list) and (parts := fields_of(value)):
@@ -115,8 +115,8 @@ def rebuild(tree: Tree, tensors: list[torch.Tensor], like: Any) -> Any:
     if kind == "namedtuple":
         parts = [rebuild(child, tensors, item) for child, item in zip(body[2], like, strict=True)]
         return type(like)._make(parts) if hasattr(like, "_make") else type(like)(parts)
-    made_items = [rebuild(child, tensors, item) for child, item in zip(body, like, strict=True)]
-    return made_items if kind == "list" else tuple(made_items)
+    items = [rebuild(child, tensors, item) for child, item in zip(body, like, strict=True)]
+    return items if kind == "list" else tuple(items)
 
 
 def join(path: str, part: str) -> str:
@@ -133,7 +133,7 @@ def located(place: str) -> Iterator[None]:
         if error.code not in CODES:
             raise
         raise named(error.code, f"{place}{error}", error.hint) from None
-    except Exception as error:  # an object of the user raised it
+    except Exception as error:  # code of the user's class raised it
         text = f"{place}an object that cannot be looked at: {type(error).__name__}: {first_line(error)}"
         raise ModelError("structure-unsupported", text, TYPES) from error
 

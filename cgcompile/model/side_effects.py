@@ -67,22 +67,23 @@ class Asserted:
 NOTHING = Asserted()
 
 ASSIGNED, UNREAD = "assigned-attribute", "unread-attribute"
-"""Rules of attributes that calls change: each call assigns it before it reads it, or no result depends on it."""
+"""Rules of attributes that calls change.  ASSIGNED: each call assigns it before it reads it.  UNREAD: no result depends on it."""
 
 UNFINISHED = object()
-"""A read that raised."""
+"""A read that raised an exception."""
 
 
 class SideEffects:
     """The effects of one call.
 
     `answers` has the truth values of branches on data, in order, and `reads` the numbers that Python read from tensors.  `guessed`
-    are positions of answers about one tensor without data, `whole` are positions of reads of one integer.  `early` are attributes
-    that the call read before it assigned them.  `baked` has the parameters and buffers whose values a traced call returned to
-    Python, by name, with the (file:line, source line) of the first read.  `written` are those that the call wrote to, or replaced.
+    are positions of answers about a single tensor without data.  `whole` are positions of reads of a single integer.  `early` has
+    the attributes that the call read before it assigned them.  `baked` has the parameters and buffers whose values a traced call
+    returned to Python, by name, with the (file:line, source line) of the first read.  `written` has those that the call wrote to,
+    or replaced.
 
-    The call fills it, and it is read afterwards: torch.export restores the attributes of a traced module, so nothing else remains.
-    The tensors of a traced call hold no data, so its `reads` contain symbols.
+    The call fills this object.  No other record of a traced call remains: torch.export restores the attributes of the module.  The
+    tensors of a traced call hold no data, so its `reads` contain symbols.
     """
 
     def __init__(self) -> None:
@@ -96,12 +97,11 @@ class SideEffects:
         self.written: set[str] = set()
 
     def reads_of(self, symbols: Set[Any]) -> frozenset[int]:
-        """Returns the positions of reads that created any of these symbols, and of a read that raised."""
+        """Returns the positions of reads that created any of these symbols, and of a read that raised an exception."""
         return frozenset([index for index, read in enumerate(self.reads) if read is UNFINISHED or _symbols(read) & symbols])
 
 
 def _symbols(value: Any) -> set[Any]:
-    """Returns the symbols of torch.export in a number or a list of numbers."""
     symbols: set[Any] = set()
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):

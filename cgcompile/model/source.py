@@ -40,7 +40,7 @@ ROWS = "cgcompile_rows_"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRows:
     """A dimension of the state.  `buffers` are the names in the model of the buffers whose first axis has this size.  `number` is
-    the number of rows at the build.  `most` is the maximum that a load chooses by itself, None for none."""
+    the number of rows at the build.  `most` is the maximum that a load chooses by itself, or None for no maximum."""
 
     name: str
     buffers: tuple[str, ...]
@@ -57,8 +57,8 @@ class Source:
     `entry` is the method; the sources of several entries share one `model`.  `dimensions` are the parameters of `inputs`.  `owned`:
     the model was created for this build, which may change it.  `device` is the device of the model, and `target_device` that of the
     bundle.  The model's code sees `target_device` as the device of its tensors, with this compute `capability`.  `saved` has the
-    dimensions of a saved program, None for other models.  `donations` are those of the whole model.  `rows` is the state whose
-    number of rows is chosen at the load.  `notes` name wrappers that were removed.
+    dimensions of a saved program, None for other models.  `donations` are those of all entries.  `rows` is the state whose number
+    of rows is chosen at the load.  `notes` name wrappers that were removed.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Recipe:
 
 
 def entry_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:
-    """Returns the method of an entry.  `forward` includes the hooks of torch."""
+    """Returns the method of an entry.  For `forward` it is the module, which calls torch's hooks."""
     method: Callable[..., Any] = model if entry == FORWARD else getattr(model, entry)
     return method
 
@@ -142,7 +142,7 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
         context_rows = [context for name, value, _ in bound for context in contexts(value, name)]
     for path in [path for path, tensor in leaves if tensor.is_meta]:
         where = definition(source.inputs) or source.label
-        text = f"{where}: {_maker(source)} gives {path} on the meta device, without values"
+        text = f"{where}: {_creator(source)} gives {path} on the meta device, without values"
         raise ModelError("dtype-unsupported", text, "make it on the CPU")
     return Sample(
         args=args, kwargs=kwargs, call=call, parameters=tuple([parameter for _, _, parameter in bound]),
@@ -153,10 +153,10 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
 def _arguments(source: Source, answer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns (args, kwargs) of a result of inputs(): a tuple of arguments, a dict of them, (args, kwargs), or the only argument.
     A tuple of a tuple and a dict is (args, kwargs) if these match forward(), as in `((ids,), {"attention_mask": mask})`, or would
-    match but for a misspelt name.  Raises source-invalid."""
+    match if a name were spelled correctly.  Raises source-invalid."""
     if isinstance(answer, tuple) and len(answer) == 2 and type(answer[0]) is tuple and type(answer[1]) is dict:
         args, kwargs = answer
-        if all(type(name) is str for name in kwargs) and _by_name(source, args, kwargs):
+        if all(type(name) is str for name in kwargs) and _is_args_kwargs(source, args, kwargs):
             return args, kwargs
     if isinstance(answer, tuple | list):
         return tuple(answer), {}
@@ -166,18 +166,17 @@ def _arguments(source: Source, answer: Any) -> tuple[tuple[Any, ...], dict[str, 
         return (answer,), {}
     raise ModelError(
         "source-invalid",
-        f"{source.label}: {_maker(source)} gave {type(answer).__name__}, "
+        f"{source.label}: {_creator(source)} gave {type(answer).__name__}, "
         "expected a tuple (positional), a dict (by name) or (args, kwargs)",
     )
 
 
-def _maker(source: Source) -> str:
-    """Returns the user's name of the function that creates the inputs."""
+def _creator(source: Source) -> str:
+    """Returns the name of the function that creates the inputs, for messages."""
     return "inputs()" if source.entry == FORWARD else f"what makes the inputs of {source.entry!r}"
 
 
-def _by_name(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a tuple and a dict are (args, kwargs), and not two arguments."""
+def _is_args_kwargs(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     signature = inspect.signature(written_method(source.model, source.entry))
     if not args or not mismatch(signature, args, kwargs):
         return True
@@ -187,13 +186,13 @@ def _by_name(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any, Parameter]]:
     """Returns (name, value, parameter of forward) for every argument, in the order of the call.  An omitted argument has its
-    default.  It is left out if a bundle cannot describe its default, because no call can pass another value."""
+    default value.  It is not returned if a bundle cannot describe this default, because no call can pass another value."""
     signature = inspect.signature(written_method(source.model, source.entry))
     if problem := mismatch(signature, args, kwargs):
         formals = ", ".join([str(parameter.replace(annotation=parameter.empty)) for parameter in signature.parameters.values()])
         raise ModelError(
             "source-invalid",
-            f"{definition(source.inputs) or source.label}: {_maker(source)} does not fit {source.entry}({formals}): {problem}",
+            f"{definition(source.inputs) or source.label}: {_creator(source)} does not fit {source.entry}({formals}): {problem}",
             f"a dict names the arguments of {source.entry}(), a tuple gives them in its order",
         )
     bound = signature.bind(*args, **kwargs)

@@ -81,7 +81,7 @@ def text_of(error: BaseException) -> str:
 
 
 def can_be_asked(value: object) -> bool:
-    """Returns whether reading the class and the attributes of an object raises nothing.  The class may be the user's."""
+    """Returns whether the class and the attributes of an object can be read without an exception.  The class may be the user's."""
     with suppress(Exception), plain_errors():
         isinstance(value, int), callable(value), hasattr(value, "__dict__") and vars(value)
         return True
@@ -102,17 +102,17 @@ def plain_errors() -> Iterator[None]:
     except PASSED_ON:
         raise
     except BaseException as error:
-        if _handled(error):
+        if _is_standard(error):
             raise
         base = next((base for base in BASES if isinstance(error, base)), RuntimeError)
         plain = type(type(error).__name__, (base,), {"__module__": "builtins"})
         replacement = plain(text_of(error)).with_traceback(error.__traceback__)
-        replacement.__notes__ = list(getattr(error, "__notes__", ()))  # `_cure` shows the last one
+        replacement.__notes__ = list(getattr(error, "__notes__", ()))  # `_hint` shows the last one
         raise replacement from error
 
 
-def _handled(error: BaseException) -> bool:
-    """Returns whether an exception is Python's, torch's or ours, and has a text."""
+def _is_standard(error: BaseException) -> bool:
+    """Returns whether an exception is of a package in HANDLED, and has a text."""
     kind = type(error)
     with suppress(Exception):
         str(error)
@@ -128,7 +128,7 @@ HANDLED = frozenset({"builtins", "torch", "cgcompile", "cgbundle", "sympy", "tri
 
 
 def here() -> tuple[str, str]:
-    """Returns (file:line, source line) of the running user's code, or ("", "")."""
+    """Returns (file:line, source line) of the user's code that is running, or ("", "")."""
     frame = _user_frame()
     return ("", "") if frame is None else line_of(frame.f_code.co_filename, frame.f_lineno)
 
@@ -139,7 +139,7 @@ def line_of(file: str, line: int) -> tuple[str, str]:
 
 
 def user_frame() -> str:
-    """Returns the frame of the running user's code as text of a traceback, or ""."""
+    """Returns the frame of the user's code that is running, as text of a traceback, or ""."""
     frame = _user_frame()
     if frame is None:
         return ""
@@ -256,7 +256,7 @@ def defined(function: Callable[..., Any]) -> tuple[str, str]:
 
 
 def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's code.  Converts an exception to an error of one line with the place."""
+    """Calls the user's code.  Converts an exception to a ModelError of one line with the place in the code."""
     try:
         with plain_errors():
             return function(*args, **kwargs)
@@ -269,11 +269,11 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
             text = f"{user_line(error, label) or label}: {what} ended the program: SystemExit: {first_line(error)}"
             raise ModelError("source-invalid", text, 'put the code of the script under `if __name__ == "__main__":`') from error
         message = f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
-        raise ModelError("source-invalid", message, _cure(error)) from error
+        raise ModelError("source-invalid", message, _hint(error)) from error
 
 
-def _cure(error: Exception) -> str:
-    """Returns the hint for an exception of the user's code or a package: its last note, or a hint for its class."""
+def _hint(error: Exception) -> str:
+    """Returns the last note of an exception, or a hint for its class."""
     if notes := getattr(error, "__notes__", None):
         return str(notes[-1])
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -301,7 +301,9 @@ def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
     missing = [formal.name for formal in single if formal.default is formal.empty and formal.name not in (*placed, *named)]
     free = [name for name in by_name if name not in (*placed, *named)]
     has_var_keyword = any(formal.kind is formal.VAR_KEYWORD for formal in formals)
-    problems = [_unknown(name, missing, free) for name in kwargs if name not in by_name and not (has_var_keyword and not missing)]
+    problems = [
+        _unknown_name(name, missing, free) for name in kwargs if name not in by_name and not (has_var_keyword and not missing)
+    ]
     problems += [f"{name!r} is given by position and by name" for name in placed if name in named]
     if len(args) > len(by_place) and not any(formal.kind is formal.VAR_POSITIONAL for formal in formals):
         problems.append(f"{len(args)} arguments by position, and it takes {len(by_place)}")
@@ -309,7 +311,7 @@ def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
     return ", ".join(problems) or bind_error
 
 
-def _unknown(name: str, missing: Sequence[str], free: Sequence[str]) -> str:
-    """Says that no parameter has this name, and suggests the closest name of a missing or other free parameter."""
+def _unknown_name(name: str, missing: Sequence[str], free: Sequence[str]) -> str:
+    """Returns the text for a name that no parameter has, with the closest name of a missing or other free parameter."""
     suggestion = closest(name, missing) or closest(name, free)
     return f"no parameter is called {name!r}" + (f" (did you mean {suggestion!r}?)" if suggestion else "")

@@ -1,1 +1,1 @@
-"""Helpers for all stages.  They import nothing else of cgcompile but its errors."""
+"""Helpers for all stages.  From cgcompile they import only its errors."""

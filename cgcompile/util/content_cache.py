@@ -1,8 +1,8 @@
 """A cache of results between builds: a folder of files, each named by the hash of everything that its result depends on.
 
-A file contains MAGIC, the length and the SHA-256 of the data, and the data, a record of `record_codec` (no pickle).  The hash also
-covers the file's name.  Results become part of bundles, so folders and files must belong to the user, and no other user may have
-write permission.  Other files and damaged files count as missing.
+A file contains MAGIC, the length and the SHA-256 of the data, and the data.  The data is a record of `record_codec`, not a pickle.
+The hash also covers the file's name.  Results become part of bundles, so folders and files must belong to the user, and no other
+user may have write permission.  Files that break this rule, and damaged files, count as missing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def cache_place() -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns `cache_place`, created if it does not exist.  Raises cache-unsafe if others can write to it, and cache-unwritable."""
+    """Returns the cache folder, and creates it if necessary.  Raises cache-unsafe if other users can write to it, and
+    cache-unwritable."""
     folder = cache_place()
     with _cache_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -73,8 +74,8 @@ def cache_optional() -> Iterator[None]:
 
 
 def cache_path(folder: Path, stage: str, *parts: object) -> Path:
-    """Returns the file for a stage's result from `parts`.  Its name also depends on the code of compiler and runtime, the versions
-    of Python and LIBRARIES, the machine type, and the environment's SETTINGS."""
+    """Returns the path of the file with a stage's result.  The name depends on `parts`, the code of compiler and runtime, the
+    versions of Python and LIBRARIES, the machine type, and the environment's SETTINGS."""
     versions = [_version(package) for package in LIBRARIES]
     return folder / stage / digest(*parts, sys.version, platform.machine(), versions, settings(os.environ), _sources())
 
@@ -85,7 +86,7 @@ def settings(environment: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def digest(*parts: object) -> str:
-    """Returns the SHA-256 of values by their `repr`, and of bytes by their contents."""
+    """Returns the SHA-256 of all parts: of the contents of bytes, and of the `repr` of other values."""
     sha = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else repr(part).encode()
@@ -96,7 +97,7 @@ def digest(*parts: object) -> str:
 
 
 def sources(folders: Iterable[Path]) -> str:
-    """Returns the hash of the code files in folders and of their names."""
+    """Returns a hash of the names and contents of all Python files in the folders."""
     return digest(
         *(part for folder in folders for path in sorted(folder.rglob("*.py"))
           for part in (path.relative_to(folder).as_posix(), path.read_bytes()))
@@ -109,8 +110,8 @@ def _sources() -> str:
 
 
 def recall(path: Path, kind: type[Record]) -> Record | None:
-    """Returns the record that `remember` wrote, or None if it is missing or invalid.  Raises cache-unsafe if others can write to
-    its folder."""
+    """Returns the record that `remember` wrote, or None if it is missing or invalid.  Raises cache-unsafe if other users can write
+    to its folder."""
     try:
         folder = _opened(path.parent)
     except FileNotFoundError:
@@ -158,13 +159,14 @@ class Kept:
 
 
 def kept() -> tuple[Kept, ...]:
-    """Returns the cache's contents by stage, () without a cache.  Counts only files of `remember`.  Raises cache-unsafe."""
+    """Returns the counts of the cache's files by stage, () without a cache.  Counts only files of `remember`.  Raises
+    cache-unsafe."""
     return _counted(lambda name, folder: None)
 
 
 def remove_kept() -> tuple[Kept, ...]:
-    """Removes the cache's files, but no files or folders of other users, and returns what it removed.  A running build makes
-    missing results again.  Raises cache-unsafe, cache-unwritable."""
+    """Removes the files of the cache, and returns their counts by stage.  Keeps files and folders of other users.  A running build
+    computes removed results again.  Raises cache-unsafe, cache-unwritable."""
     with _cache_errors(cache_place()):
         removed = _counted(lambda name, folder: os.unlink(name, dir_fd=folder))
         for removed_stage in removed:
@@ -187,7 +189,7 @@ def _counted(action: Callable[[str, int], None]) -> tuple[Kept, ...]:
         folder, files, size = _opened(stage_folder), 0, 0
         try:
             for name in os.listdir(folder):
-                if (length := _ours(name, folder)) is not None:
+                if (length := _cached_bytes(name, folder)) is not None:
                     action(name, folder)
                     files, size = files + 1, size + length
         finally:
@@ -196,8 +198,8 @@ def _counted(action: Callable[[str, int], None]) -> tuple[Kept, ...]:
     return tuple(stages)
 
 
-def _ours(name: str, folder: int) -> int | None:
-    """Returns the bytes of a file that `remember` wrote or began to write, None for any other file."""
+def _cached_bytes(name: str, folder: int) -> int | None:
+    """Returns the size in bytes of a file that `remember` wrote or began to write, or None for any other file."""
     is_new = name.startswith(BEGUN)
     if not is_new and not re.fullmatch("[0-9a-f]{64}", name):
         return None
@@ -212,17 +214,17 @@ def _ours(name: str, folder: int) -> int | None:
 
 
 BEGUN = ".new-"
-"""Prefix of the name of a file that is being written, or was when the process was killed."""
+"""Prefix of the names of incomplete files: a process writes them now, or was killed before it finished."""
 
 
 def _head(path: Path, data: bytes) -> bytes:
-    """Returns length and hash of an entry.  The hash covers the name, so a renamed entry is invalid."""
+    """Returns the length and the hash of a file's data.  The hash covers the name, so a renamed file is invalid."""
     name = f"{path.parent.name}/{path.name}".encode()
     return len(data).to_bytes(8, "little") + hashlib.sha256(name + b"\0" + data).digest()
 
 
 def _opened(folder: Path) -> int:
-    """Returns a descriptor of a folder of the cache.  Raises cache-unsafe if others can write to it, and FileNotFoundError."""
+    """Returns a descriptor of a folder of the cache.  Raises cache-unsafe if other users can write to it, and FileNotFoundError."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -255,7 +257,7 @@ def _private(status: os.stat_result) -> bool:
 
 @contextmanager
 def _cache_errors(folder: Path) -> Iterator[None]:
-    """Turns OSErrors of the block into errors that name the cache."""
+    """Converts OSErrors of the code inside this context to errors about the cache."""
     try:
         yield
     except OSError as error:
@@ -266,7 +268,7 @@ def _cache_errors(folder: Path) -> Iterator[None]:
 
 @cache
 def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version  # late: `doctor` only needs the folder's name
+    from importlib.metadata import PackageNotFoundError, version  # late import: `cgcompile doctor` needs only the folder's name
 
     try:
         return version(package)

@@ -1,4 +1,4 @@
-"""Formats sizes, and reports a full disk by the folder that the user chose: output, temporary folder or cache."""
+"""Formats sizes, and reports a full disk.  The error names the folder that the user chose: output, temporary folder or cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL_MESSAGE = re.compile(f"{os.strerror(errno.ENOSPC)}|{os.strerror(errno.EDQUO
 """The same errors in the messages of compilers."""
 
 LITTLE = 64 << 10
-"""Free bytes below which a disk counts as full.  A compiler removes an incomplete file, so some space is free again."""
+"""A disk with fewer free bytes counts as full.  It is not 0, because a compiler that fails removes its incomplete file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,22 +54,22 @@ def disk_full(folder: Path, chosen: Chosen) -> BuildError:
 
 @contextmanager
 def space_told(folder: Path, chosen: Chosen) -> Iterator[None]:
-    """Raises disk-full if the block fails because the disk of `folder` is full.  `folder` was made by the build, in a folder that
-    the user chose.  An OSError may name no file or two, and errors of torch and compilers may not mention the disk, so the free
-    space is checked."""
+    """Raises disk-full if the block fails because the disk of `folder` is full.  The build created `folder` in a folder that the
+    user chose.  Checks the free space if the error does not show the cause: errors of torch and compilers may not mention the
+    disk."""
     try:
         yield
     except Exception as error:
-        if not (isinstance(error, BuildError) and error.code == "disk-full") and _concerns(error, folder):
+        if not (isinstance(error, BuildError) and error.code == "disk-full") and _caused_by_full_disk(error, folder):
             raise disk_full(folder.absolute().parent, chosen) from error
         raise
 
 
-def _concerns(error: Exception, folder: Path) -> bool:
+def _caused_by_full_disk(error: Exception, folder: Path) -> bool:
     if isinstance(error, OSError):
         if error.errno not in FULL:
             return False
-        written = error.filename2 or error.filename  # the error of a copy names the source in `filename`
+        written = error.filename2 or error.filename  # if a copy failed, `filename` is the source
         if isinstance(written, str) and Path(written).is_absolute():
             return Path(written).is_relative_to(folder.absolute())
     elif any(FULL_MESSAGE.search(str(cause)) for cause in causes(error)):

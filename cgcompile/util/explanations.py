@@ -1,6 +1,5 @@
-"""Explanations of findings and errors as rows, from the docstrings of rules and the catalogues of errors.  Also the reasons why a
-dimension is not padded.  Rules are functions over programs of torch.  Their source is read, not imported, so that an explanation
-needs no torch.
+"""Explains findings, errors, and why a dimension is not padded.  The texts come from the docstrings of rules and the catalogues of
+errors.  Modules of rules import torch.  So their source is parsed, not imported: an explanation needs no torch.
 """
 
 from __future__ import annotations
@@ -23,24 +22,23 @@ RULES = ("checks", "offline/lower/coverage.py")
 """Paths of the rules in the package: a folder of files, and a file."""
 
 ALLOWABLE = "tensors/self_test_tensors.py"
-"""The file in cgbundle with the rule of the self-test."""
+"""The file in cgbundle with the rules of the self-test."""
 
 LABELS = {"What it looks for": "what", "Effect": "effect", "Fix": "fix", "Source": "source"}
-"""The first words of a paragraph in a rule's docstring, and its field; "Why ..." is `why`."""
+"""Maps the first words of a paragraph in a rule's docstring to its field.  The field of "Why ..." is `why`."""
 
 CLEARLY = 0.05
-"""A name is not suggested if its similarity, from 0 to 1, is lower by this than that of the nearest name."""
+"""A name is not suggested if its similarity (0 to 1) is less than that of the most similar name by this amount."""
 
 SEVERITIES = {"REFUSE": "refuse", "HOST": "host", "NOTE": "note"}
-"""The constants of checks/context.py."""
+"""The severity for each constant of checks/context.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A finding, an error or `padding`: its name, a headline, and more fields in order, such as ("fix", "...").  `kind`:
-    "finding", "error", or "padding", whose fields are the printed reasons.  `severities` of a finding: refuse, host, note; () if
-    it only explains another one.  `package`, `error` and `exit_code` of an error: who raises it, its class, and the command's
-    exit status."""
+    """A finding, an error or `padding`: its name, a headline, and more fields in order, such as ("fix", "...").  `kind`: "finding",
+    "error", or "padding", whose fields are the printed reasons.  `severities` of a finding: refuse, host, note; or () for a rule
+    that is a constant.  For an error: the `package` that raises it, its class `error`, and the command's `exit_code`."""
 
     name: str
     kind: str
@@ -54,9 +52,9 @@ class Explanation:
 
 def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple[Explanation, ...]:
     """Returns all explanations: findings by name, `padding`, then the errors of each catalogue in its order.  A few names belong to
-    a finding and to an error.
+    both a finding and an error.
 
-    `more`: further catalogues of errors, by the package that raises them.
+    `more` has other catalogues of errors, by the package that raises them.
     """
     catalogues = {"cgcompile": errors.CATALOGUE, "cgbundle": runtime_errors.CATALOGUE, **(more or {})}
     entries = sorted(_findings(), key=lambda explanation: explanation.name)
@@ -66,7 +64,7 @@ def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Returns the names most similar to a mistyped one, the nearest first; only one if it is clearly the nearest."""
+    """Returns the names most similar to a mistyped name, the most similar first.  Omits names that are clearly less similar."""
     spelling = spelled(name)
     candidates = difflib.get_close_matches(spelling, sorted(set(known)), n=3)
     ratios = [difflib.SequenceMatcher(None, candidate, spelling).ratio() for candidate in candidates]
@@ -107,10 +105,10 @@ def _explanations_at(place: Traversable) -> Iterator[Explanation]:
 
 
 def _explanations_in(tree: ast.Module) -> Iterator[Explanation]:
-    """Explanations from functions with a rule's docstring, and from constants with such a text after them."""
+    """Yields the explanations of functions and constants that have the docstring of a rule."""
     for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef) and _is_rule(text := ast.get_docstring(node) or ""):
-            yield _finding(_name(node), text, _severities(node) or _severities(tree))  # a helper in the file may set it
+            yield _finding(_name(node), text, _severities(node) or _severities(tree))  # a helper function in the file may set it
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(following, ast.Expr):
             text_below = following.value.value if isinstance(following.value, ast.Constant) else ""
             if isinstance(text_below, str) and _is_rule(text_below):
@@ -122,7 +120,7 @@ def _is_rule(text: str) -> bool:
 
 
 def _name(rule: ast.FunctionDef) -> str:
-    """Returns the rule's name as users type it.  `operators_without_...` becomes the singular of the finding."""
+    """Returns the rule's name as users type it: `operator-without-...` for the function `operators_without_...`."""
     return rule.name.replace("operators_", "operator_").replace("_", "-")
 
 

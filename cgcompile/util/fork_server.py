@@ -1,9 +1,9 @@
 """A server process that imports modules once and forks a process for each task.  Importing torch and Inductor takes 4 to 13
 seconds.  The build itself cannot fork after it has started CUDA, which does not survive a fork.
 
-The build sends the path of an order and three pipes over a Unix socket.  The forked process reads requests from the first pipe and
-answers on the second.  The server writes the process id, and later the exit status, to the third.  Each process leads a process
-group.  All end with the thread that started the server."""
+The build sends the path of a pickled `_Order` and three pipes over a Unix socket.  The forked process reads requests from the first
+pipe and answers on the second.  The server writes the process id, and later the exit status, to the third.  Each process leads a
+process group.  All end when the thread that started the server ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGEST = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
-    """`argument` of the server's function, `environment` of the process, and the file `log` for its output."""
+    """Describes a process to fork: the `argument` of `main`, the process's `environment`, and the file `log` for its output."""
 
     argument: str
     environment: dict[str, str]
@@ -41,7 +41,7 @@ class _Order:
 
 
 class ForkedProcess:
-    """A process of a fork server, seen from the build.  `requests` and `answers` are its pipes."""
+    """The build's handle of a forked process.  `requests` and `answers` are the build's ends of its pipes."""
 
     def __init__(self, requests: int, answers: int, status_pipe: int) -> None:
         self.requests, self.answers = os.fdopen(requests, "w"), os.fdopen(answers)
@@ -159,7 +159,7 @@ def _serve(module: str, connection: socket.socket) -> None:
                     for descriptor in (awake, wake, status_pipe, connection.fileno(), *status_pipes.values()):
                         os.close(descriptor)
                     _work(main, pickle.loads(Path(os.fsdecode(message)).read_bytes()), requests, answers, server)
-                with suppress(PermissionError, ProcessLookupError):  # parent and child both call it, so no race matters
+                with suppress(PermissionError, ProcessLookupError):  # parent and child both call it, so their order does not matter
                     os.setpgid(process, process)
                 os.close(requests)
                 os.close(answers)
@@ -184,8 +184,8 @@ def _report(status_pipe: int, number: int) -> None:
 
 
 def _work(main: Main, order: _Order, requests: int, answers: int, server: int) -> NoReturn:
-    """Runs the forked process.  Ends with os._exit, because destructors of libraries unload kernels when no Python callback may
-    run."""
+    """Runs the forked process.  Ends with os._exit: at a normal exit, destructors of libraries unload kernels when no Python
+    callback can run."""
     status = 1
     try:
         os.setpgid(0, 0)

@@ -13,8 +13,8 @@ SELDOM = 100_000, 20, 20
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Disables collections during the block, and then freezes all objects (`gc.freeze`) until `gc.unfreeze`.  Otherwise the next
-    collection would take 0.25 s for them, and so would later ones."""
+    """Disables collections during the block, and then freezes all objects (`gc.freeze`) until `gc.unfreeze`.  Otherwise later
+    collections would each take 0.25 s to scan them."""
     enabled = gc.isenabled()
     gc.disable()
     try:

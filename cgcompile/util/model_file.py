@@ -1,4 +1,5 @@
-"""Finds out what a model's name refers to and what its file defines.  The file is only parsed; torch is not imported."""
+"""Finds out what a model's name refers to and what its file defines.  Parses the file, but does not run it and does not import
+torch."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ DYNAMIC = frozenset({"exec", "eval", "globals", "locals", "vars", "setattr", "mo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Definitions:
-    """`names` that the top level of a file binds.  The value is the function if it is bound once, without decorator and outside
-    `if`, else None.  `whole`: the file defines no other names."""
+    """The `names` that the top level of a file binds.  A value is the function if its name is bound once, without decorator and
+    outside of other statements, else None.  `whole`: no other names are defined."""
 
     names: dict[str, ast.FunctionDef | None]
     whole: bool
@@ -137,7 +138,7 @@ def definitions(path: Path, label: str) -> Definitions:
         with tokenize.open(path) as file:  # uses the file's encoding declaration, as the importer does
             text = file.read()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the importer shows them
+            warnings.simplefilter("ignore")  # the import will show them
             tree = ast.parse(text, os.fspath(path))
             compile(tree, os.fspath(path), "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -186,7 +187,8 @@ def not_python(error: SyntaxError, label: str) -> ModelError:
 
 
 def _bound(body: list[ast.stmt], plain: bool) -> Iterator[tuple[str, ast.FunctionDef | None]]:
-    """Yields the names that statements bind, including those in branches, loops and blocks."""
+    """Yields the names that statements bind, also in branches, loops and `with`.  Their functions are None without `plain`, or if
+    decorated."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef):
             yield statement.name, statement if plain and not statement.decorator_list else None

@@ -63,9 +63,9 @@ class Stage:
 
     def end(self) -> float:
         """Reports the end, and returns the seconds of the stage."""
-        taken = time.perf_counter() - self._start
-        self._watcher(Event(stage=self._name, state="done", text=self._result, seconds=taken))
-        return taken
+        seconds = time.perf_counter() - self._start
+        self._watcher(Event(stage=self._name, state="done", text=self._result, seconds=seconds))
+        return seconds
 
 
 class Stages:
@@ -109,7 +109,6 @@ def watcher(progress: Progress) -> Iterator[Watcher]:
 
 
 def _is_interactive() -> bool:
-    """Returns whether stderr is shown in a terminal or notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
 

@@ -19,7 +19,7 @@ def raw(value: torch.Tensor) -> torch.Tensor:
 
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""By the bytes of an element, the integer dtype for bitwise comparison; elements of 16 bytes are compared as two."""
+"""The integer dtype for bitwise comparison, by the bytes of an element.  An element of 16 bytes is compared as two integers."""
 
 AT_ONCE = 1 << 28
 """Elements per operation: `nonzero` on a GPU takes fewer than 2^31."""
@@ -31,14 +31,15 @@ def is_zero(tensor: torch.Tensor) -> bool:
 
 
 LARGE = 1 << 24
-"""Bytes from which a copy on the CPU skips blocks of zeros."""
+"""A copy on the CPU of at least this many bytes skips blocks of zeros."""
 
 BLOCK, WIDE = 1 << 18, 1 << 26
-"""Bytes of a block that is copied or skipped; bytes of a larger block that is checked first."""
+"""BLOCK: bytes of a block that is copied or skipped.  WIDE: bytes of a larger block, which is checked first."""
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor.  A large copy on the CPU skips blocks of zeros, whose pages then take no memory, as in an unused cache."""
+    """Copies a tensor.  A large copy on the CPU skips blocks of zeros.  Their pages then take no memory, for example those of an
+    unused cache."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu" or not _is_dense(tensor) or tensor.nbytes < LARGE:
         return tensor.clone()
@@ -112,7 +113,7 @@ def seen_as(storage: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the tensor on `device` with the same values and strides; the tensor itself if it is there."""
+    """Returns the tensor on `device` with the same values and strides, or the tensor itself if it is already there."""
     if tensor.device == device:
         return tensor
     device_tensor = tensor.to(device)

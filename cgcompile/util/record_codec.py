@@ -55,7 +55,7 @@ def _plain(value: object, blobs: list[bytes]) -> object:
 
 
 class _Blobs:
-    """Reads the contents of `bytes` fields in the order of writing."""
+    """Reads the contents of `bytes` fields in the order in which they were written."""
 
     def __init__(self, data: bytes, place: int) -> None:
         self.data, self.place = data, place

@@ -1,7 +1,7 @@
-"""Compares results of one model, and defines how far they may differ.
+"""Compares results of one model, and defines how much they may differ.
 
-FORMAT.md defines the measure, and `cgbundle.tensors.comparison` implements it.  A bound is eight to ten times the dtype's rounding
-step for one operation, and more for a deep model.  For float8 it is the distance of two neighboring values.  All examples of this
+FORMAT.md defines the error of a result, and `cgbundle.tensors.comparison` implements it.  A bound is at least five times
+`torch.finfo(dtype).eps`.  For float8 it is about `eps`, the relative distance of two neighboring values.  All examples of this
 repository stay ten times below it, and it detected every deliberate error that was tried.
 """
 
@@ -28,7 +28,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """`error`: as `comparison.difference` defines it.  `text`: which values differ, or ""."""
+    """`error` is that of `comparison.difference`.  `text` says which values differ, or is ""."""
 
     error: float
     text: str
@@ -45,7 +45,7 @@ def is_float(dtype: torch.dtype) -> bool:
 
 
 def compare(expected: torch.Tensor, got: torch.Tensor) -> Difference:
-    """Returns the difference as `cgbundle.tensors.comparison`, for one device; infinite if shapes or dtypes differ."""
+    """Returns the difference as `cgbundle.tensors.comparison`, for one device.  It is infinite if shapes or dtypes differ."""
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return Difference(error=inf, text=f"{got.dtype} {list(got.shape)}, expected {expected.dtype} {list(expected.shape)}")
     if not expected.numel() or (expected.device == got.device and same_bits(expected, got)):
@@ -69,7 +69,7 @@ def compare(expected: torch.Tensor, got: torch.Tensor) -> Difference:
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns flat elements, complex numbers as two floats, float8 as float32, because torch does not compare float8."""
+    """Returns flat elements: a complex number as two floats, and float8 as float32, because torch does not compare float8."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj().resolve_neg()).reshape(-1)
     flat = tensor.reshape(-1)

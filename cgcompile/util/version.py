@@ -1,3 +1,3 @@
-"""The version of cgcompile; both pyproject.toml files contain the same."""
+"""The version of cgcompile.  Both pyproject.toml files contain the same version."""
 
 VERSION = "0.1.0"

@@ -1,12 +1,12 @@
 """Worker processes, for work that needs environment variables set before torch or Triton is imported.  A worker is `python -m
-MODULE PARENT`.  It reads pickled requests from standard input and writes each answer to standard output.  Pickle is safe here: the
-pipes connect two processes of one build, and nothing is stored.
+MODULE PARENT`, with its parent's process id.  It reads pickled requests from standard input and writes each answer to standard
+output.  Pickle is safe here: the pipes connect two processes of one build, and nothing is stored.
 
 A worker leads a process group.  The worker and its children (ptxas, g++) end when the parent no longer waits for it or is killed.
 
 Forked processes (`run_forked`) share this process's modules and programs and import nothing.  libgomp's threads do not survive a
-fork, and the thread that started them would wait forever.  So a forked process works in a new thread, which starts new ones.  CUDA
-does not survive a fork either."""
+fork, and the thread that started them would wait forever.  So a forked process works in a new thread, which starts new threads of
+libgomp.  CUDA does not survive a fork either."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Key = TypeVar("Key", bound=Hashable)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
     """How workers are started.  `module` calls `serve`; `folder` gets logs and caches.  `environment` is added to this process's,
-    without the variables for which `hidden` is true.  A `reused` worker takes several requests, else one.  `died`: the code of the
-    error if a worker ends without an answer; `title` names the worker in it."""
+    without the variables for which `hidden` is true.  A worker takes several requests if `reused`, else one.  `died` is the code of
+    the error if a worker ends without an answer, and `title` names the worker in this error."""
 
     module: str
     folder: Path
@@ -170,7 +170,7 @@ class _Worker:
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """Kills a process that leads a group, and its group, unless it was already waited for."""
+    """Kills a process and the group that it leads, unless the process was already waited for."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):  # it does not lead a group yet, or has ended
             os.killpg(process.pid, signal.SIGKILL)
@@ -178,8 +178,8 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Lets the kernel kill this process, a child of `parent`, when the parent's thread that started it ends (Linux).
-    Exits at once if the parent has already ended."""
+    """Makes the kernel kill this process, a child of `parent`, when the thread of `parent` that started it ends (Linux).  Exits at
+    once if the parent has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -191,7 +191,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def serve(work: Callable[[Any], object]) -> None:
-    """Runs a worker: `work` makes the answer to each request.  A BuildError is the answer, too; other errors end the process."""
+    """Runs a worker: answers each request with the result of `work`.  A BuildError is sent as the answer.  Other errors end the
+    process."""
     end_with_parent(int(sys.argv[1]))
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -210,15 +211,16 @@ def serve(work: Callable[[Any], object]) -> None:
         answers.flush()
 
 
-# --- by a fork -------------------------------------------------------------------------------------------------------
+# --- forked processes ------------------------------------------------------------------------------------------------
 
 Work = Callable[[Tell], Any]
 """Returns an answer, which is pickled."""
 
 
 def run_forked(works: Mapping[Key, Work], tells: Mapping[Key, Tell], logs: Path, died: str) -> dict[Key, Any]:
-    """Returns the answers of forked processes; as many run at a time as there are processors.  `logs`: the folder for their output.
-    Raises a process's BuildError, and an error of code `died` if a process ends without an answer.  The first error ends all."""
+    """Returns the answers of forked processes; as many run at a time as there are processors.  `logs` is the folder for their
+    output.  Raises a process's BuildError, and an error of code `died` if a process ends without an answer.  The first error ends
+    all."""
     waiting, running, answers = list(works), dict[Connection, tuple[Key, int, Path]](), dict[Key, Any]()
     try:
         while waiting or running:
@@ -264,16 +266,16 @@ def _fork(work: Work, log: Path) -> tuple[Connection, int]:
 def _run(connection: Connection, work: Work, log: Path, parent: int) -> NoReturn:
     """Runs the forked process.  Errors of `work` other than BuildError go to the log."""
     try:
-        os.setsid()  # its session identifies its children
+        os.setsid()  # `_end` finds the children of this process by its session
         end_with_parent(parent)
         for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(ending, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 - another thread may hold the old locks
+        sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 - a thread of the parent may have held the old lock
         os.dup2(sys.stderr.fileno(), 1)
         os.dup2(sys.stderr.fileno(), 2)
-        gc.freeze()  # objects of the build are not finalized here
-        threading.excepthook = threading.__excepthook__  # the default hook writes to the log
+        gc.freeze()  # do not finalize the build's objects
+        threading.excepthook = threading.__excepthook__  # the default hook, which writes to the log
         lock = threading.Lock()
         thread = threading.Thread(target=_answer, args=(work, partial(_send, connection, lock)))
         thread.start()
@@ -311,7 +313,7 @@ def _end(connection: Connection, process: int) -> None:
             with suppress(ProcessLookupError):
                 os.kill(member, signal.SIGKILL)
         os.sched_yield()
-    os.waitpid(process, 0)  # last, so that no other process gets its id, or a session with that id
+    os.waitpid(process, 0)  # last: until then, no other process or session can get this id
     connection.close()
 
 

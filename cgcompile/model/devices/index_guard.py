@@ -1,4 +1,5 @@
-"""Raises IndexError for an index out of range on any device.  Trials use values and sizes that no example has.
+"""Raises IndexError for an index out of range on any device.  Trial calls may have such indices: no example has their values and
+sizes.
 
 PyTorch raises it on the CPU.  On a GPU a kernel asserts instead, which makes the GPU unusable for the process.  So the indices are
 checked before the operator runs.
@@ -66,8 +67,8 @@ class IndexGuard(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets branches, loops and flex_attention compile themselves in eager mode.  Under a mode without this method they fail,
-        and then also without a mode (torch 2.11, 2.13)."""
+        """Lets torch compile branches, loops and flex_attention in eager mode.  Under a mode without this method they fail, and
+        afterwards also without a mode (torch 2.11, 2.13)."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -83,7 +84,7 @@ def _check(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
         return
     names = [argument.name for argument in func._schema.arguments]
     operands = {**dict(zip(names, args, strict=False)), **kwargs}
-    if any(isinstance(value, VALUELESS) for value in tree_leaves(operands)):  # the trial traces
+    if any(isinstance(value, VALUELESS) for value in tree_leaves(operands)):  # traced: no values to check
         return
     if name in ASSERTED and not bool(operands["self"].all()):
         raise RuntimeError(operands.get("assert_msg", "an assertion of the model does not hold"))

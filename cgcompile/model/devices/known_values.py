@@ -53,7 +53,7 @@ SIZED = frozenset({
     torch.narrow, torch.Tensor.narrow, torch.topk, torch.Tensor.topk, torch.Tensor.unfold, torch.roll, torch.split,
     torch.Tensor.split,
 })  # fmt: skip
-"""Functions that take numbers for all arguments except the first.  Tensors of one element can stand for these numbers."""
+"""Functions that take numbers for all arguments except the first.  Python may pass tensors of one element instead."""
 
 MOVES = frozenset({torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.pin_memory})
 """Functions that change only the device.  Values are always on the device of the model."""
@@ -75,7 +75,7 @@ NORMS = frozenset({F.batch_norm, F.instance_norm, torch.batch_norm, torch.instan
 NORM_FLAG = 5
 
 PYTHON = frozenset({torch.Tensor.__contains__, torch.Tensor.__format__, torch.Tensor.__complex__})
-"""Special methods whose result goes to Python, other than those in BRANCHES and NUMBERS of data_reads.py."""
+"""Special methods that return values to Python, except those in BRANCHES and NUMBERS of data_reads.py."""
 
 UNFILLED = frozenset({
     torch.empty_like, torch.Tensor.new_empty, torch.Tensor.new_empty_strided, torch.Tensor.new, torch.Tensor.resize_,
@@ -90,7 +90,8 @@ _UNKNOWN = object()
 
 class KnownValues:
     """The known values of one call, whose tensors are on the device `real`.  A call that is not traced has none.  `asked` gets the
-    names of the parameters and buffers that Python's values depend on.  Each has the (file:line, source line) of the first read."""
+    names of parameters and buffers if Python gets a value that depends on them.  Each name has the (file:line, source line) of the
+    first such read."""
 
     def __init__(self, real: torch.device, asked: MutableMapping[str, tuple[str, str]]) -> None:
         self._real, self._asked = real, asked
@@ -100,7 +101,7 @@ class KnownValues:
         self._sizes = SizeLists(self._state)
 
     def hold(self, tensor: torch.Tensor, value: torch.Tensor, name: str) -> None:
-        """Records that a traced tensor stands for `value` in every call: the parameter or buffer `name`."""
+        """Records that a traced tensor, the parameter or buffer `name`, has this value in every call."""
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or (expression := leaf(value, name)) is None:
             return
         if tensor not in self._notes:  # a tied weight keeps its first name
@@ -112,7 +113,7 @@ class KnownValues:
         return {name for name, tensor in self._held if not isinstance(self._of(tensor), Leaf)}
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the result of an operation, also a number or a truth value.  If it is unknown, `is_known` is False of it."""
+        """Returns the result of an operation, also a number or a truth value.  `is_known` is False for an unknown result."""
         operation = self._operation(func, args, kwargs)
         if operation is not None:
             return self._evaluated(operation)
@@ -120,7 +121,7 @@ class KnownValues:
         return _UNKNOWN if size is None else size
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the result of a function in PYTHON.  `is_known` is False of it for any other function."""
+        """Like `result` for functions in PYTHON.  The result of any other function is unknown."""
         return self.result(func, args, kwargs) if func in PYTHON and get_proxy_mode() is not None else _UNKNOWN
 
     def _evaluated(self, operation: Operation) -> Any:
@@ -187,12 +188,12 @@ class KnownValues:
         self._notes[tensor] = (*self._state(tensor), expression)
 
     def _state(self, tensor: torch.Tensor) -> tuple[int, int, int]:
-        """Returns what changes when a tensor, or another one that shares its memory, is written to."""
+        """Returns a value that changes when a tensor, or another one that shares its memory, is written to."""
         storage = tensor.untyped_storage()._cdata
         return tensor._version, storage, self._writes.get(storage, 0)
 
     def _of(self, argument: Any) -> Any:
-        """Returns an argument, with an expression in place of a tensor."""
+        """Returns an argument, or the expression of a tensor, or _UNKNOWN."""
         if isinstance(argument, FakeTensor):
             noted = self._notes.get(argument)
             if noted is not None:
@@ -211,7 +212,7 @@ class KnownValues:
         return argument if isinstance(argument, _ARGUMENTS) and not isinstance(argument, _SYMBOLS) else _UNKNOWN
 
     def _of_sizes(self, tensor: FakeTensor) -> Any:
-        """Returns the expression of a part of a list of sizes, if none of the sizes is symbolic."""
+        """Returns the expression of a tensor of sizes if none of them is symbolic, else _UNKNOWN."""
         elements = self._sizes.of(tensor)
         parts = elements if isinstance(elements, list) else [elements]
         if not all(type(part) is int for part in parts):
@@ -263,7 +264,7 @@ class KnownValues:
 
     @contextmanager
     def noting(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
-        """Records the expression of a traced operation.  The caller appends its result to the list."""
+        """Records the expression of a traced operation.  The caller appends the operation's result to the list."""
         results: list[Any] = []
         if get_proxy_mode() is None:
             yield results
@@ -343,12 +344,11 @@ class KnownValues:
 
 
 def is_known(value: Any) -> bool:
-    """Returns whether `KnownValues.result` found a value."""
+    """Returns whether a result of `KnownValues.result` is known."""
     return value is not _UNKNOWN
 
 
 def _unversioned_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Returns the arguments that an operation may write to without a new version."""
     if func is torch.Tensor.data.__set__:
         return [args[0]]
     if func in NORMS:

@@ -60,7 +60,8 @@ def _move(
     layout: torch.memory_format | None,
     copy: bool,
 ) -> torch.Tensor:
-    """Moves and converts a tensor.  The device converts: it copies to the device before, and to the host after the conversion."""
+    """Moves and converts a tensor.  A tensor that moves is converted on the device: after a copy to it, or before a copy to the
+    host."""
     crosses = place == HOST and places.place(tensor) != HOST
     if not crosses:
         moved_tensor = places.moved(tensor, place)

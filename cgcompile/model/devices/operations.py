@@ -37,7 +37,7 @@ def operate(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, 
     """Runs an operation that needs no special handling."""
     requested = None
     if isinstance(func, torch._ops.OpOverload):  # a saved program has the devices of its export
-        args, kwargs = pytree.tree_map_only(torch.device, lambda it: it if it.type == "meta" else places.real, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.device, lambda old: old if old.type == "meta" else places.real, (args, kwargs))
     else:
         requested = _requested_device(places, kwargs)
         if kwargs.get("device") is None and places.real != CPU and func in _constructors():
@@ -105,8 +105,8 @@ def lstm(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any
 
 
 def histogram(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs `torch.histc`.  PyTorch supports integers only on a GPU.  If the CPU stands for a GPU, converts integers to float64 and
-    back."""
+    """Runs `torch.histc`.  PyTorch supports integers only on a GPU.  If the CPU runs in place of a GPU, converts integers to
+    float64 and back."""
     tensor = args[0] if args else kwargs["input"]
     if places.real != CPU or places.target_device == CPU or tensor.is_floating_point():
         return operate(places, func, args, kwargs)
@@ -130,7 +130,8 @@ def chunk(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, An
 
 
 def data(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs `tensor.data`, which torch (2.11, 2.13) does not trace, as `detach`: writes to the view write to the tensor."""
+    """Runs `tensor.data`, which torch (2.11, 2.13) does not trace, as `detach`.  Both return a view: writes to it change the
+    tensor."""
     return operate(places, torch.Tensor.detach if get_proxy_mode() is not None else func, args, kwargs)
 
 
@@ -146,7 +147,6 @@ def pack_sequence(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict
 
 
 def _side(places: TensorPlaces, func: Any, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
-    """Returns the place where the operation runs."""
     sides = [places.place(tensor) for tensor in tensors]
     if func in _AT_FIRST and isinstance(args[0], torch.Tensor) and places.place(args[0]) != FREE:
         return places.place(args[0])
@@ -170,5 +170,4 @@ def _requested_device(places: TensorPlaces, kwargs: dict[str, Any]) -> str | Non
 
 @cache
 def _constructors() -> frozenset[Any]:
-    """Returns the functions that create a tensor on the device of their argument `device`."""
     return frozenset(_device_constructors())

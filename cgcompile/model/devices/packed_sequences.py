@@ -1,8 +1,8 @@
-"""Traces packed sequences as padded ones, which have the same numbers, and sizes that do not depend on data.
+"""Traces packed sequences as padded sequences, which have the same numbers, and sizes that do not depend on data.
 
-A packed sequence holds the rows of all sequences, ordered by position, and the batch size of each position.  Here it holds the rows
-of all positions, also after the end of a sequence, and a mask.  Operations on single rows keep this form.  Any other operation gets
-the rows of eager PyTorch, which the mask selects.  Their number depends on data.
+In PyTorch, a packed sequence holds the rows of all sequences, ordered by position, and the batch size of each position.  Here it
+holds the rows of all positions, also after the end of a sequence, and a mask.  Operations on single rows keep this form.  Any other
+operation gets the rows of eager PyTorch, which the mask selects.  Their number depends on data.
 
 A recurrent layer runs on padded sequences.  For the backward direction, each sequence is reversed within its length.  Outputs and
 hidden states are gathered at the last position.  The cell state of an LSTM stays constant after the end of a sequence: an extra
@@ -44,7 +44,6 @@ SATURATED = 1e4
 
 
 def _functions(*names: str) -> frozenset[Any]:
-    """Returns the functions of torch and the methods of tensors with these names."""
     return frozenset([getattr(owner, name) for owner in (torch, torch.Tensor, F) for name in names if hasattr(owner, name)])
 
 
@@ -82,7 +81,7 @@ class Packing:
 
 class PackedSequences:
     """The packed sequences of one call: the rows and the batch sizes, by tensor.  Handles traced calls, and with `padded` also
-    calls with data: eager PyTorch does not support length 0, which padding has."""
+    calls with data: padding has sequences of length 0, which eager PyTorch does not support."""
 
     def __init__(self, padded: bool) -> None:
         self._padded = padded
@@ -100,7 +99,7 @@ class PackedSequences:
             self._paused = before
 
     def concern(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Returns whether an operation packs, or uses a packed sequence."""
+        """Returns whether an operation creates or uses a packed sequence."""
         if self._paused or (get_proxy_mode() is None and not self._padded):
             return False
         if func is PACK:
@@ -136,16 +135,16 @@ class PackedSequences:
         return tensor[tensor > 0] if tensor in self._sizes else tensor
 
     def layer(self, module: Any, sequence: PackedSequence, states: Any) -> Any:
-        """Runs a recurrent module on a packed sequence.  Returns NotImplemented for one that is not tracked."""
-        data, sizes, order, back = sequence
+        """Runs a recurrent module on a packed sequence.  Returns NotImplemented for a sequence that is not tracked."""
+        data, sizes, sorted_indices, unsorted_indices = sequence
         packing = self._pair(data, sizes)
         if packing is None:
             return NotImplemented
-        states = None if states is None else module.permute_hidden(states, order)
+        states = None if states is None else module.permute_hidden(states, sorted_indices)
         with self.paused():
             rows, last = _run(module, data, packing, states)
         self._rows[rows] = packing
-        return PackedSequence(rows, sizes, order, back), module.permute_hidden(last, back)
+        return PackedSequence(rows, sizes, sorted_indices, unsorted_indices), module.permute_hidden(last, unsorted_indices)
 
     def _packing(self, leaf: Any) -> Packing | None:
         if not isinstance(leaf, torch.Tensor):
@@ -196,7 +195,7 @@ class PackedSequences:
     def _pad(
         self, data: torch.Tensor, sizes: torch.Tensor, batch_first: bool, value: float, total: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Converts back to a padded tensor, and its lengths.  Without a total length, eager PyTorch's result is as long as the
+        """Converts rows back to a padded tensor and its lengths.  Without a total length, eager PyTorch's result is as long as the
         longest sequence.  An assertion checks that this is the full length."""
         packing = self._rows[data]
         if _total_length() is None:
@@ -225,7 +224,7 @@ def _total_length() -> Any:
 
 def _filled(rows: torch.Tensor, packing: Packing, value: float) -> torch.Tensor:
     """Returns steps x batch x ..., with `value` after the end of each sequence."""
-    valid = packing.valid.reshape(-1, *[1] * (rows.dim() - 1))  # a flat mask: no guards on strides
+    valid = packing.valid.reshape(-1, *[1] * (rows.dim() - 1))  # a flat mask needs no guards on strides
     return torch.where(valid, rows, value).reshape(packing.steps, packing.batch, *rows.shape[1:])
 
 

@@ -1,7 +1,7 @@
 """Branches of a call with forced answers: a traced call, with a marker in the graph at each branch, or one with real tensors.
 
 While such a call is traced, `__bool__` of torch.SymBool, torch.SymInt and torch.SymFloat is replaced, because a comparison of a
-number from a tensor is one of these (torch 2.11, 2.13).  Torch's own code gets torch's answer.  Private interfaces:
+number from a tensor returns one of these (torch 2.11, 2.13).  Code of torch gets the original answer.  Private interfaces:
 `torch.overrides._pop_mode_temporarily`, `create_symintnode` and `_maybe_evaluate_static` of a ShapeEnv, and
 `_override_builtin_ops`: while torch.export traces, `min` and `max` of tensors do not branch.
 """
@@ -147,7 +147,7 @@ class TracedReads(DataReads):
 
     def _answer(self, condition: torch.Tensor, tensors: Sequence[torch.Tensor], by_itself: bool = True) -> bool:
         """Returns the answer to a branch on `condition`, and records the branch.  The same tensor gets the same answer again.
-        `by_itself` is that of PythonState."""
+        `by_itself`: see PythonState."""
         way = self._way
         for tensor in tensors:
             if (earlier_answer := way.answered(tensor)) is not None:
@@ -223,7 +223,6 @@ class ForcedReads(DataReads):
 
 
 def _by_data(size: Any) -> bool:
-    """Returns whether a size depends on data."""
     return isinstance(size, torch.SymInt) and any(symbol_is_type(sym, SymT.UNBACKED_INT) for sym in size.node.expr.free_symbols)
 
 

@@ -26,14 +26,14 @@ DEEP, WIDE = 6, 256
 """Maximum depth and number of elements of the search for tensors in attributes of modules."""
 
 MOST = 20_000
-"""Maximum number of objects of the search: an attribute may lead to the whole program."""
+"""Maximum number of objects of the search, which could reach most objects of the process."""
 
 
 @contextmanager
 def placed(source: Source, device: torch.device) -> Iterator[Source]:
     """Gives `source` with its model on `device`.  Moves one storage at a time, so the host never holds a second copy of the
-    weights.  A model that was created for this build leaves the host.  A model of the caller is restored at the end: its tensors
-    and the attributes of its modules.  Raises gpu-memory."""
+    weights.  A model that was created for this build does not stay on the host.  A model of the caller is restored at the end: its
+    tensors and the attributes of its modules.  Raises gpu-memory."""
     originals: list[tuple[torch.Tensor, torch.Tensor]] = []
     before = [] if source.owned else [(vars(module), dict(vars(module))) for module in source.model.modules()]
     replaced: list[_Replaced] = []
@@ -72,7 +72,7 @@ def _by_storage(model: torch.nn.Module, device: torch.device) -> Iterator[list[t
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yields parameters, buffers, and tensors in other attributes: also in objects, containers and functions."""
+    """Yields all tensors, also those in objects, containers and functions."""
     seen: set[int] = set()
     for module in model.modules():
         for value in list(vars(module).values()):
@@ -93,7 +93,6 @@ def _within(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Returns the elements of a container, the attributes of an object, or the closure and defaults of a function."""
     if isinstance(value, torch.nn.Module | type | ModuleType | str | bytes):
         return []
     if isinstance(value, Mapping):
@@ -136,7 +135,7 @@ def _move(tensors: list[torch.Tensor], device: torch.device) -> None:
 
 
 def _replace_others(model: torch.nn.Module, device: torch.device, replaced: list[_Replaced]) -> None:
-    """Replaces tensors of other classes, for example quantized ones, in their modules: `.to()` of the class moves them."""
+    """Replaces tensors of other classes, for example quantized ones, in their modules.  `.to()` of their class moves them."""
     others: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for owner in (module._parameters, module._buffers):

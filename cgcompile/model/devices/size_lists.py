@@ -1,7 +1,6 @@
 """Tensors from a list of sizes, some of which are symbolic: `torch.tensor(x.shape)`.
 
-Each element is known.  If Python reads one, it gets a number for a constant size, and for a dynamic one the symbol that `x.shape`
-has.
+Each element is known.  If Python reads one, it gets a number for a constant size, and the symbol in `x.shape` for a dynamic size.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class SizeLists:
 
 
 def _selected(elements: list[Any], index: Sequence[Any]) -> Any:
-    """Returns the elements for a constant number or slice, or None for any other index."""
+    """Returns the elements that a constant number or slice selects, or None for any other index."""
     (part,) = index
     bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else (part,)
     if any(type(bound) is not int and not (bound is None and isinstance(part, slice)) for bound in bounds):

@@ -1,6 +1,6 @@
 """The place of each tensor of one call: on the host, on the device, or free.
 
-Inputs of the model are on the device.  The result of an operation is where its tensors are.  A tensor without an operation (a
+Inputs of the model are on the device.  The result of an operation is where its tensors are.  A tensor that no operation created (a
 parameter, a buffer, a constant) is free: it follows the other tensors of an operation, and is on the device by default.  As in
 PyTorch, a tensor without dimensions on the host can be combined with tensors on the device.  PyTorch raises an error for any other
 mixture, which is an obstacle here.

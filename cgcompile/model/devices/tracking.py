@@ -1,14 +1,15 @@
-"""Tracks where the user's code puts its tensors: a mode with a virtual device per tensor, while the model runs on one real device.
+"""Tracks the devices of tensors in the user's code.  A mode gives each tensor a virtual device, while the model runs on one real
+device.
 
 A model is exported on one device, the CPU or the GPU of the build.  An explicit move (`.cpu()`, `.cuda()`, `.to(device)`,
 `device=`) would disappear from the graph, or break it.  `DeviceTracking` returns `tensor.device` as if the tensors were on the
 devices of the bundle, and follows the moves.  It adds a marker operator to the graph for each (markers.py).
 
 Private interfaces (torch 2.11, 2.13): `FakeTensor.device`, `torch.overrides._get_current_function_mode_stack`, `get_proxy_mode`
-(None while torch runs an operation that it traces), `torch.autocast.__init__`.  Replaced while the model runs is
-`FakeTensor.device`, a Python property without a mode.  If the CPU stands for a GPU, also autocast (for cuda it has no effect on the
-CPU), `torch.cuda.get_device_capability` (returns the bundle's GPU), `torch.cuda.is_current_stream_capturing` (missing in torch for
-the CPU), and `torch.backends.cudnn.is_acceptable` (`flatten_parameters()` of recurrent layers would start CUDA).
+(None while torch runs an operation that it traces), `torch.autocast.__init__`.  While the model runs, `FakeTensor.device` is
+replaced, because this Python property calls no mode.  If the CPU runs in place of a GPU, so are autocast (for cuda it has no effect
+on the CPU), `torch.cuda.get_device_capability` (returns the bundle's GPU), `torch.cuda.is_current_stream_capturing` (missing in
+torch for the CPU), and `torch.backends.cudnn.is_acceptable` (`flatten_parameters()` of recurrent layers would start CUDA).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _SPECIAL: Mapping[Any, _Handler] = {
 
 
 _BRANCHING = frozenset({F.gaussian_nll_loss})
-"""Functions of PyTorch in Python that branch on data.  A mode sees other functions as one operation."""
+"""Python functions of PyTorch that branch on data.  Any other function is one operation for the mode."""
 
 
 def _opened(func: Any) -> Any:
@@ -98,7 +99,6 @@ class DeviceTracking(TorchFunctionMode):
         return self._traced and get_proxy_mode() is None
 
     def _truth(self, tensor: torch.Tensor) -> Any:
-        """Converts a uint8 tensor to bool."""
         return self.__torch_function__(torch.Tensor.bool, (), [tensor])
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -164,12 +164,12 @@ def track_devices(
 ) -> Iterator[SideEffects]:
     """Activates a DeviceTracking inside this context, for a call with `inputs` of a model on `real`.  Gives the call's effects.
 
-    `target_device` is that of `TensorPlaces`, and `capability` its compute capability if it is a GPU.  `earlier`, `known` and
-    `asserted` are those of `DataReads`, `padded` is that of `PackedSequences`.  `weights` are the names, traced tensors and values
-    of parameters and buffers that no call is known to write to.  `way` has forced answers for the call of `model`.
+    See `TensorPlaces` for `target_device`, whose compute capability is `capability` if it is a GPU.  See `DataReads` for `earlier`,
+    `known` and `asserted`, and `PackedSequences` for `padded`.  `weights` are the names, traced tensors and values of parameters
+    and buffers that no call is known to write to.  `way` has forced answers for the call of `model`.
 
-    Fake tensors read `.device` from a property without a mode.  The replaced property uses this mode while the user's own code
-    runs.  Inside the operations that this code calls, the mode is off the stack.
+    Fake tensors read `.device` from a property without a mode.  The replaced property uses this mode while the user's code runs.
+    Inside the operations that this code calls, the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, target_device)
     values = KnownValues(real, places.effects.baked)

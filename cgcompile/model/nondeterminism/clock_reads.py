@@ -29,7 +29,8 @@ CLOCKS: dict[Any, str] = {
 SYSTEM: dict[Any, str] = {os.urandom: "os.urandom", **({os.getrandom: "os.getrandom"} if hasattr(os, "getrandom") else {})}
 
 STEPS = (0.37, 12345.61, 43200.5, 4 * 86400 + 21600.25, 1e8 + 0.37)
-"""Offsets for clocks, in seconds.  At least one changes a value made from a fraction of a second, an hour, a weekday or a year."""
+"""Offsets for clocks, in seconds.  At least one changes a value computed from a fraction of a second, an hour, a weekday or a
+year."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -73,7 +74,8 @@ def outside_reads(model: torch.nn.Module) -> Iterator[list[Read]]:
 
 
 def _past_library(frame: FrameType) -> FrameType:
-    """Returns the innermost frame outside of the standard library: its `secrets` and `uuid` read for their callers."""
+    """Returns the innermost frame outside of the standard library, whose `secrets` and `uuid` read random bytes for their
+    callers."""
     home = os.path.dirname(os.__file__) + os.sep
     while frame.f_back is not None:
         file = frame.f_code.co_filename

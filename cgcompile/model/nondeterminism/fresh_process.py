@@ -54,8 +54,8 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Called:
-    """The results of one call of a new model: its outputs, and the inputs after the call.  `raised` is the exception instead, with
-    the user's line, or ""."""
+    """The results of one call of a new model: its outputs, and the inputs after the call.  `raised` is the text of an exception,
+    with the user's line, or ""."""
 
     outputs: tuple[torch.Tensor, ...] = ()
     inputs: tuple[torch.Tensor, ...] = ()
@@ -84,8 +84,8 @@ class FreshModels(Protocol):
         """Sets the devices of all new models.  Returns whether they can run there."""
 
     def new(self, sizes: Mapping[str, dict[str, int]]) -> Any:
-        """Returns a context manager that gives a FreshModel.  `sizes` of an example call are by entry, in order of the entry
-        numbers."""
+        """Returns a context manager that gives a FreshModel.  `sizes` has those of an example call for each entry, in order of the
+        entry numbers."""
 
 
 class _Calls:
@@ -129,7 +129,7 @@ class _Calls:
 
 
 class _Forked:
-    """New models in forked processes: the side of the build, which sends calls through a pipe."""
+    """New models in forked processes.  This object sends calls through a pipe."""
 
     def __init__(self, connection: Connection, process: int) -> None:
         self._connection, self._process = connection, process
@@ -209,7 +209,6 @@ def _threads_after_a_fork() -> int:
 
 
 def _run(connection: Connection, sources: Sequence[Source], parent: int, threads: int) -> None:
-    """Runs the forked process to its end."""
     status = 1
     try:
         os.setpgid(0, 0)
@@ -227,7 +226,7 @@ def _run(connection: Connection, sources: Sequence[Source], parent: int, threads
 
 
 def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> None:
-    """Runs the process that never calls the model: forks one that does for each `new`, and waits for it."""
+    """Runs the process that never calls the model.  For each `new`, it forks a process that calls the model, and waits for it."""
     while True:
         command, *content = pickle.loads(connection.recv_bytes())
         if command == "begin":
@@ -249,8 +248,8 @@ def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> N
 
 
 def _call(connection: Connection, sources: Sequence[Source], device: torch.device, sizes: Mapping[str, dict[str, int]]) -> None:
-    """Runs the calls of a new model until the command "end".  Seeds NumPy's generator again after the fork, as Python does with its
-    own, so that it draws other numbers than the build did."""
+    """Runs the calls of a new model until the command "end".  Seeds NumPy's generator again after the fork, as Python seeds its
+    generator.  Otherwise it would draw the same numbers as the build."""
     if numpy := sys.modules.get("numpy.random"):
         numpy.seed()
     with ExitStack() as stack:
@@ -274,15 +273,15 @@ def _call(connection: Connection, sources: Sequence[Source], device: torch.devic
 
 
 def _leave_cuda_alone() -> None:
-    """Prevents that Dynamo starts CUDA to read its generator's state and its stream, which takes memory and time."""
+    """Prevents Dynamo from starting CUDA, which takes memory and time, to read the generator's state and the stream."""
     torch.accelerator.is_available = lambda: False
     torch.cuda.get_rng_state = lambda device="cuda": torch.empty(0, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda new_state, device="cuda": None
 
 
 def _cuda_works() -> bool:
-    """Returns whether CUDA starts.  It does not if the parent process had started it before the fork.  Tests this in another
-    process: later forks of this one need CUDA unused."""
+    """Returns whether CUDA can start.  It cannot if the parent process started it before the fork.  Tests this in another process,
+    because this process must not start CUDA before later forks."""
     process = os.fork()
     if not process:
         status = 1
@@ -337,7 +336,7 @@ def models_at(
 
 
 def copied_models(sources: Sequence[Source], again: Callable[[], Sequence[Source]] | None) -> FreshModels:
-    """Returns new models in this process: `again` creates the sources once more.  If it is None, copies the current model.  Raises
+    """Returns new models in this process: `again` creates the sources again.  If it is None, copies the current model.  Raises
     fresh-failed for a model that cannot be copied."""
     if again is not None:
         return _Copied(lambda: _with_weights(again(), sources[0].model))
@@ -346,7 +345,7 @@ def copied_models(sources: Sequence[Source], again: Callable[[], Sequence[Source
 
 
 def _with_weights(sources: Sequence[Source], like: torch.nn.Module) -> Sequence[Source]:
-    """Copies the weights of an existing model to the sources: model() may draw other ones."""
+    """Copies the weights of an existing model to the sources, because model() may draw other weights."""
     first = {**dict(like.named_parameters()), **dict(like.named_buffers())}
     with torch.no_grad():
         for name, tensor in [*sources[0].model.named_parameters(), *sources[0].model.named_buffers()]:

@@ -38,7 +38,8 @@ class Generator:
 
 
 def generators(model: torch.nn.Module, entry: str) -> tuple[Generator, ...]:
-    """Returns the global generators, and those in modules and in scopes of the user's methods.  NumPy's only if it is imported."""
+    """Returns the global generators, and those in modules and in scopes of the user's methods.  Omits NumPy's if it is not
+    imported."""
     global_generators = [Generator(name="Python's `random`", read=random.getstate, write=random.setstate, ends=_python_ends)]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:

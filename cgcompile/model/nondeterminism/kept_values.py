@@ -1,6 +1,6 @@
 """Finds values that a call of the model keeps for later calls outside of its buffers: attributes, class attributes and globals.
 
-Used to name the cause if the results of a new model differ from those of the exported program.
+If the results of a new model differ from those of the exported program, they show the cause.
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ def _is_users(kind: type) -> bool:
 
 
 def _is_data(name: str, value: Any) -> bool:
-    """Returns whether a member of a class or module holds data that code may write to."""
     return not name.startswith("__") and not isinstance(value, CODE)
 
 
@@ -123,7 +122,7 @@ def _digest(value: Any) -> str:
 
 
 def _add(hasher: Any, value: Any, depth: int, seen: set[int]) -> None:
-    """Adds a value to a hash, to the depth of `marks`.  Of other objects only the class counts."""
+    """Adds a value to a hash, with its parts down to depth `depth`.  Of other objects, adds only the class."""
     if isinstance(value, torch.Tensor):
         hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.layout is torch.strided and not value.is_meta:

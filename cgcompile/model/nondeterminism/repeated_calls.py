@@ -23,7 +23,7 @@ ORDINARY = 4
 """Number of calls with other random numbers, besides those with numbers at either end of their range."""
 
 SPREADS = 4.0
-"""Results on a GPU differ by rounding.  A larger difference, by this factor, is not rounding."""
+"""Results on a GPU differ by rounding.  A difference more than this many times larger is not rounding."""
 
 
 def results(flat: FlatModule, tensors: Sequence[torch.Tensor]) -> Results:
@@ -49,8 +49,8 @@ class Observed:
 
 
 def observed(flat: FlatModule, tensors: Sequence[torch.Tensor], rngs: Sequence[Generator], earlier: Sequence[Any] = ()) -> Observed:
-    """Runs a call, and observes generators and reads.  A generator that the call seeds itself has the state of an earlier call, in
-    `earlier`, and does not count as changed."""
+    """Runs a call, and observes generators and reads.  A generator that the call itself seeds has the same state as after an
+    earlier call (in `earlier`).  It does not count as changed."""
     before = states(rngs)
     with outside_reads(flat.model) as reads:
         outputs = results(flat, tensors)
@@ -69,12 +69,12 @@ def outside_values(flat: FlatModule, tensors: Sequence[torch.Tensor], first: Res
     if call.moved:
         with put_back(call.moved):
             where, line = first_draw(call.moved, lambda: results(flat, tensors))
-        rule = "python-random" if _drawn_decides(flat, tensors, call) else "unused-random"
+        rule = "python-random" if _depends_on_random(flat, tensors, call) else "unused-random"
         names = " and ".join([rng.name for rng in call.moved])
         obstacles.append(Obstacle(rule=rule, message=f"{flat.entry}() draws random numbers from {names}", where=where, source=line))
     clocks = [read for read in call.reads if read.function not in SYSTEM]
     if clocks:
-        rule = "clock-read" if _time_decides(flat, tensors, first, call, clocks) else "unused-clock"
+        rule = "clock-read" if _depends_on_time(flat, tensors, first, call, clocks) else "unused-clock"
         message = f"{flat.entry}() reads the clock with {clocks[0].name}()"
         obstacles.append(Obstacle(rule=rule, message=message, where=clocks[0].where, source=clocks[0].source))
     return tuple(obstacles)
@@ -96,8 +96,8 @@ def unrepeated(
     return (Obstacle(rule="unrepeatable-result", message=message, where=where, source=line),)
 
 
-def _drawn_decides(flat: FlatModule, tensors: Sequence[torch.Tensor], call: Observed) -> bool:
-    """Returns whether results depend on random numbers: tries both ends of their range, if known, and a few more."""
+def _depends_on_random(flat: FlatModule, tensors: Sequence[torch.Tensor], call: Observed) -> bool:
+    """Tries random numbers at both ends of their range, if known, and a few more."""
     with put_back(call.moved):
         original_states = [rng.read() for rng in call.moved]
         ends = [rng.ends(state) for rng, state in zip(call.moved, original_states, strict=True)]
@@ -117,10 +117,10 @@ def _drawn_decides(flat: FlatModule, tensors: Sequence[torch.Tensor], call: Obse
     return any(apart(one, result) > SPREADS * noise for result in others)
 
 
-def _time_decides(
+def _depends_on_time(
     flat: FlatModule, tensors: Sequence[torch.Tensor], first: Results, call: Observed, clocks: Sequence[Read]
 ) -> bool:
-    """Returns whether results depend on the time.  True for a clock that cannot be set forward."""
+    """Returns True also for a clock that cannot be set forward."""
     noise = apart(first, call.results)
     on_gpu = any(result.is_cuda for result in call.results)
     if (noise and not on_gpu) or not all(read.name.startswith("time.") for read in clocks):

@@ -1,8 +1,8 @@
-"""`torch.ao.nn.quantized.dynamic.Linear` with plain operations.  Its own weights are packed for a CPU library, and opaque.
+"""Replaces `torch.ao.nn.quantized.dynamic.Linear` by plain operations.  The weights of that class are packed for a CPU library.
 
-The arithmetic is that of ATen's `quantized::linear_dynamic`: one step and zero point for the whole activation
-(ChooseQuantizationParams in aten/src/ATen/native/quantized/cpu/QuantUtils.h, read in 2.13), rounding to whole steps, an integer
-product, one scale.
+The arithmetic is that of ATen's `quantized::linear_dynamic`.  One step (scale) and zero point apply to all activations
+(ChooseQuantizationParams in aten/src/ATen/native/quantized/cpu/QuantUtils.h, read in 2.13).  They are rounded to multiples of the
+step.  The product of integers is multiplied by the scales.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The description of quantized weights that a model can have."""
+"""Describes the quantized weights of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantization:
     """The attribute `quantization` of a model.  `stored` describes the format of the weights, as text.  `before` and `after` are
-    their bytes.  `error` says how much the results differ from those of the original weights."""
+    their bytes before and after it.  `error` says how much the results differ from those of the original weights."""
 
     stored: str
     before: int

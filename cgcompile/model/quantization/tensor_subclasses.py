@@ -19,7 +19,7 @@ SUFFIX = "_tensors"
 
 
 class InnerTensors(torch.nn.Module):
-    """The plain tensors inside one tensor subclass.  They keep the names that they have there."""
+    """The plain tensors inside one tensor subclass, with the names that they have there."""
 
     def __init__(self, weight: Any) -> None:
         super().__init__()
@@ -62,7 +62,6 @@ def replace_subclass_weights(module: torch.nn.Module) -> None:
 
 
 def _rebuilt_weight(name: str) -> property:
-    """Returns the property that rebuilds a weight."""
 
     def get(module: Any) -> torch.Tensor:
         inner_tensors: InnerTensors = module._modules[name + SUFFIX]

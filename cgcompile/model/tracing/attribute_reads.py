@@ -1,7 +1,7 @@
 """Finds whether a call reads an attribute of a module before it assigns it.
 
-If every call assigns an attribute first, no later call sees its old value, and a replay does not need it.  The class of the module
-is watched during the call: every access to an attribute of an instance uses `__getattribute__` of its class, also `vars(module)`
+If every call assigns an attribute first, no later call sees its old value, and a replay does not need it.  During the call, three
+methods of the module's class are replaced.  Every read of an attribute calls `__getattribute__` of the class, also `vars(module)`
 and a copy of the module.
 """
 
@@ -56,7 +56,7 @@ def early_reads(model: torch.nn.Module, names: Sequence[str], early: set[str]) -
         prefix, _, leaf = name.rpartition(".")
         grouped.setdefault(prefix, []).append(leaf)
     modules = {prefix: holder_of(model, prefix) for prefix in grouped}
-    for prefix in [prefix for prefix, module in modules.items() if module is None]:  # the object is gone: assume a read
+    for prefix in [prefix for prefix, module in modules.items() if module is None]:  # the object does not exist: assume a read
         early.update(f"{prefix}.{leaf}" for leaf in grouped.pop(prefix))
         del modules[prefix]
     watched = {id(modules[prefix]): _Watched(prefix, leaves, early) for prefix, leaves in grouped.items()}

@@ -1,7 +1,7 @@
 """Attributes of modules, other than buffers, that a call of the model changes.
 
-torch.export does not keep them in the program: a counter does not change, and a tensor for the next call is that of the export.
-They are compared before and after calls with the same inputs.  An attribute that the second call changes too is not a cache.
+A program of torch.export does not change them: a counter stays the same, and a tensor for the next call is that of the export.  The
+attributes are compared before and after calls with the same inputs.  An attribute that the second call changes too is not a cache.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _OWN = ("_parameters", "_buffers", "_modules", "training")
 
 Marks = dict[str, Any]
-"""Values by `module.attribute`.  A mark is equal as long as the attribute does not change."""
+"""Marks by `module.attribute`.  Two marks of an attribute are equal if the attribute did not change."""
 
 
 def marks(model: torch.nn.Module, state: Set[int] = frozenset()) -> Marks:
-    """Returns marks of the attributes of modules.  Calls may write to tensors whose `id` is in `state`."""
+    """Returns marks of the attributes of modules.  A write to a tensor whose `id` is in `state` changes no mark."""
     return {name: _mark(value, DEEP, state) for name, value in own_attributes(model).items()}
 
 
@@ -43,8 +43,8 @@ class _Shell:
 
 
 def own_attributes(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns the attributes of modules that are not parameters, buffers or modules, by `module.attribute`.  Attributes of objects
-    among them are `module.attribute.part`, those of modules in lists and dicts `module.attribute.0.part`."""
+    """Returns the attributes of modules that are not parameters, buffers or modules, by `module.attribute`.  The name of an
+    object's attribute is `module.attribute.part`.  For a module in a list or dict it is `module.attribute.0.part`."""
     members: dict[str, Any] = {}
     modules = dict(model.named_modules())
     seen = {id(module) for module in modules.values()}
@@ -161,7 +161,7 @@ def _mark(value: Any, depth: int, state: Set[int]) -> Any:
 
 def assignment_place(model: torch.nn.Module, name: str) -> tuple[str, str]:
     """Returns (file:line, source line) of the first assignment to an attribute outside of __init__.  Searches the class of its
-    module and its base classes.  Without an assignment, returns their forward(), else the class, else ("", "")."""
+    module and its base classes.  Without an assignment, returns the place of forward(), else of the class, else ("", "")."""
     path, _, leaf = name.rpartition(".")
     best, best_rank = ("", ""), 0
     for kind in type(holder_of(model, path)).__mro__:

@@ -25,8 +25,8 @@ APPENDS = ("LIST_APPEND", "SET_ADD", "MAP_ADD")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """`live`: the local variables that may be read after the instruction.  `hidden`: the stack has values that are not its
-    operands, not iterators of enclosing loops, and not loaded local variables.  `tests`: the instruction tests a truth value."""
+    """`live`: the local variables that may be read after the instruction.  `hidden`: the stack has other values than its operands,
+    iterators of enclosing loops, and loaded local variables.  `tests`: the instruction tests a truth value."""
 
     live: frozenset[str]
     hidden: bool
@@ -60,7 +60,7 @@ def _table(code: CodeType) -> dict[int, Kept] | None:
 
 
 def _following(index: int, instructions: Sequence[dis.Instruction], at: dict[int, int]) -> list[int]:
-    """Returns the instructions that may come next.  The next one in the code is the first."""
+    """Returns the indices of the instructions that may run next, the target of a jump last."""
     instruction = instructions[index]
     after = [index + 1] if index + 1 < len(instructions) and not _ends(instruction.opname) else []
     return [*after, at[instruction.argval]] if _jumps(instruction) else after
@@ -82,7 +82,6 @@ Handlers = Sequence[tuple[int, int, int, int]]
 def _live(
     code: CodeType, instructions: Sequence[dis.Instruction], following: Sequence[Sequence[int]], handlers: Handlers
 ) -> list[frozenset[str]]:
-    """Returns the local variables that may be read after each instruction."""
     always = frozenset(code.co_cellvars + code.co_freevars)
     before: list[frozenset[str]] = [frozenset()] * len(instructions)
     result: list[frozenset[str]] = [always] * len(instructions)
@@ -101,7 +100,7 @@ def _live(
 
 
 def _depths(instructions: Sequence[dis.Instruction], following: Sequence[Sequence[int]], handlers: Handlers) -> list[int | None]:
-    """Returns the stack depth after each instruction, without a jump; None for unreachable instructions."""
+    """Returns the stack depth after each instruction if it does not jump; None for unreachable instructions."""
     before: dict[int, int] = {0: 0} | {target: depth for _, _, target, depth in handlers}
     after: list[int | None] = [None] * len(instructions)
     pending = list(before)

@@ -1,9 +1,9 @@
-"""Expressions of constants: how tensors of a traced call are computed.  They are evaluated with real tensors if Python needs a
-value.
+"""Expressions of constants, which describe how tensors of a traced call are computed.  They are evaluated with real tensors if
+Python needs a value.
 
 A leaf is a tensor of the model with its real data.  An operation takes leaves, results of other operations, and plain arguments.
-It runs at most once, and only if its value is needed, so a trace of large weights costs nothing.  Evaluation writes to no tensor of
-the model: an in-place operation writes to a copy.
+It runs only if its value is needed, so a trace of large weights costs nothing.  Evaluation writes to no tensor of the model: an
+in-place operation writes to a copy.
 
 Private interfaces (torch 2.11, 2.13): `torch.utils._python_dispatch._disable_current_modes`, `torch._C._functorch`.
 """
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..devices.tracing import tensors_in
 
 KEPT = 1 << 22
-"""Maximum elements of results that an operation caches.  Larger results are computed again each time."""
+"""An operation caches a result with at most this many elements.  It computes a larger result again each time."""
 
 
 class NotConstant(Exception):
@@ -54,7 +54,7 @@ class Leaf:
     weights: frozenset[str]
 
     def value(self) -> torch.Tensor:
-        """Returns the tensor.  Raises NotConstant if it was written to since."""
+        """Returns the tensor.  Raises NotConstant if it was written to since then."""
         if version_of(self.tensor) != self.version:
             raise NotConstant
         return self.tensor.detach()
@@ -62,8 +62,8 @@ class Leaf:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Operation:
-    """A call of `func` with a Leaf or Result in place of every tensor.  `written` is the one that the call writes to.  `weights`
-    are the names of all parameters and buffers in the expression."""
+    """A call of `func` with a Leaf or Result in place of every tensor.  `written` is the Leaf or Result that the call writes to.
+    `weights` are the names of all parameters and buffers in the expression."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
@@ -80,7 +80,7 @@ class Operation:
         self._parents = tuple(dict.fromkeys([leaf.operation for leaf in leaves if isinstance(leaf, Result)]))
 
     def evaluate(self) -> Any:
-        """Returns the result.  For an assignment to a part of a tensor, this is the whole tensor.  Raises NotConstant."""
+        """Returns the result.  For an assignment to a part of a tensor, this is the complete tensor.  Raises NotConstant."""
         waiting: list[Operation] = [self]
         done: dict[int, Any] = {}
         while waiting:  # no recursion: a loop may create a long chain
@@ -98,7 +98,7 @@ class Operation:
         return done[id(self)]
 
     def _run(self, done: Mapping[int, Any]) -> Any:
-        """Runs the call.  Its parents have run."""
+        """Runs the call.  Its parents must have run."""
         copy: torch.Tensor | None = None
 
         def value(leaf: Any) -> Any:

@@ -1,8 +1,8 @@
 """Replaces `int()`, `float()` and `math.isnan()` for numbers that are read from tensors on one path, and `len()` for rows.
 
 `int(tensor)` returns a plain number, whatever `tensor.__int__` returns, and so does `len(tensor)`.  So these names are replaced in
-the model's modules while a path is traced, or run again with forced answers.  The replacements keep numbers that depend on data,
-and otherwise call the builtin.  A module that uses `int` or `float` for more than calls, `isinstance` and annotations
+the model's modules while a path is traced, and while it runs again with forced answers.  The replacements keep numbers that depend
+on data, and otherwise call the builtin.  A module that uses `int` or `float` for more than calls, `isinstance` and annotations
 (`dtype=float`, `type(x) is int`) keeps the builtin.
 """
 
@@ -37,7 +37,7 @@ NAMES = (int, float)
 _MISSING = object()
 
 
-class _Stand(type):
+class _NumberReplacement(type):
     """The metaclass of a replacement of a builtin number type."""
 
     plain: type
@@ -58,7 +58,7 @@ class _Stand(type):
 def conversion_calls(model: torch.nn.Module, convert: Convert, ask: Ask, measure: Measure) -> Iterator[None]:
     """Replaces these functions in the modules of the model's packages inside this context."""
     replacements: dict[str, Any] = {
-        kind.__name__: _Stand(kind.__name__, (), {"plain": kind, "convert": staticmethod(convert)}) for kind in NAMES
+        kind.__name__: _NumberReplacement(kind.__name__, (), {"plain": kind, "convert": staticmethod(convert)}) for kind in NAMES
     }
     asking = {function.__name__: _asking(function, ask) for function in ASKING}
     measuring = _measuring(measure)

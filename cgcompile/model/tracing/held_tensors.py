@@ -1,7 +1,7 @@
 """Tensors of a model that are neither parameters nor buffers: in attributes of its modules, and in objects, lists and dicts there.
 
-torch.export knows only parameters and buffers; any other tensor is a constant.  So a tensor that calls write to becomes a buffer,
-that is state, during the build.  If an object holds a tensor that is a buffer too (registered layers of a cache), it holds the
+torch.export knows only parameters and buffers; any other tensor is a constant.  So during the build, a tensor that calls write to
+becomes a buffer, and thus state.  An object may hold a tensor that is also a buffer (registered layers of a cache).  It holds the
 traced tensor while the model is traced.
 """
 
@@ -26,8 +26,8 @@ OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Held:
-    """A tensor at `key` of `holder`, which is the `__dict__` of a module or an object, a list or a dict.  `path` with dots leads
-    from `module` to it."""
+    """A tensor at `key` of `holder`, which is the `__dict__` of a module or an object, a list or a dict.  `path` is the path from
+    `module` to it, with dots."""
 
     module: torch.nn.Module
     path: str
@@ -37,7 +37,7 @@ class Held:
 
 
 def held_tensors(model: torch.nn.Module) -> tuple[Held, ...]:
-    """Returns all such tensors, each place once."""
+    """Returns all places of such tensors, each place once."""
     seen: set[int] = set()
     slots: list[Held] = []
     for module in model.modules():
@@ -148,8 +148,8 @@ def held_buffers(model: torch.nn.Module) -> tuple[Shared, ...]:
 
 @contextmanager
 def current_buffers(model: torch.nn.Module, shared: Sequence[Shared], target_device: torch.device) -> Iterator[None]:
-    """Puts the current buffers into these places inside this context: traced tensors while the model is traced.  A module with the
-    CPU as an attribute, or an object with the CPU that holds tensors, gets `target_device` there: `model.to()` does not change
+    """Puts the current buffers into the places `shared` inside this context: traced tensors while the model is traced.  Also
+    replaces the CPU device by `target_device` in modules and in objects that hold buffers, because `model.to()` does not change
     attributes."""
     replaced: list[tuple[Any, Any, Any, Any]] = []
 

@@ -54,7 +54,7 @@ class OpenOneHots:
             return None
 
         def full_encoding() -> torch.Tensor:
-            self._least.pop(classes, None)  # the next call goes to torch
+            self._least.pop(classes, None)  # so that the call below runs in torch
             encoding: torch.Tensor = func(index, classes)
             return encoding
 

@@ -47,7 +47,7 @@ def truth_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]])
 
 
 def number_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]]) -> torch.Tensor | None:
-    """Converts a number that follows from numbers that Python read to a tensor, or returns None."""
+    """Converts a number to a tensor, or returns None.  The number is computed from numbers that Python read."""
     try:
         value = _tensor(expression, symbols)
     except Unknown:
@@ -62,7 +62,7 @@ BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
     "IntTrueDiv": lambda one, other: one / other, "FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
     "Pow": operator.pow, "FloatPow": operator.pow, "PowByNatural": operator.pow,
 }  # fmt: skip
-"""By the name of the class in sympy, or in torch.utils._sympy.functions."""
+"""Functions by the name of the class in sympy, or in torch.utils._sympy.functions."""
 
 UNARY: Mapping[str, Callable[[Any], Any]] = {
     "Not": torch.logical_not,

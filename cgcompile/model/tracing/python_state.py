@@ -1,8 +1,8 @@
 """The state of Python where a model tests a tensor.  Two paths with equal state, except for tensors, continue in the same way.
 
 The state has the positions of all frames of the model, local variables that are read later, and attributes of the modules.  An
-object that cannot be compared (a generator, a C object) is never equal.  The value stack of a frame is not visible, nor is the
-state of a C function that tests (`max`, `sorted`): such states are never equal.
+object that cannot be compared (a generator, a C object) is never equal.  The value stack of a frame, and the state of a C function
+that tests tensors (`max`, `sorted`), are not visible.  Such states are never equal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ITERATORS = tuple(
 
 
 def model_frames(entry: CodeType) -> list[FrameType]:
-    """Returns the running frames of the model, the outermost first.  `entry` is the code of the frame that called it."""
+    """Returns the running frames of the model, the outermost first.  `entry` is the code of the frame that called the model."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not entry:

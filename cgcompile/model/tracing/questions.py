@@ -1,10 +1,11 @@
 """Hides from the user's code that it is traced.
 
-Libraries compute differently under torch.export.  transformers keeps masks that eager PyTorch omits, which changes the results of
-some models.  If a program differs from eager PyTorch, the model is exported again, and these queries return False.
+Libraries compute differently while torch.export traces them.  transformers keeps masks that it omits in eager PyTorch, which
+changes the results of some models.  If a program differs from eager PyTorch, the model is exported again, and these queries return
+False.
 
 Private interfaces (torch 2.11, 2.13): the flags that `torch.compiler.is_compiling` and `is_exporting` read, and the name
-`torch._subclasses.FakeTensor`, which libraries use in isinstance().  For other code than the user's it does not change.
+`torch._subclasses.FakeTensor`, which libraries use in isinstance().  Code that is not the user's gets the original answer.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 
 
 FLAGS_ALONE, KNOWN, ALL = "flags", "known", "all"
-"""Which queries return False: `torch.compiler.is_exporting()` and similar functions; also isinstance() of tensors with known
-values; also that of all tensors.  A library that tests a tensor does so to avoid reading its data, so this is the last resort."""
+"""The queries that return False.  FLAGS_ALONE: `torch.compiler.is_exporting()` and similar functions.  KNOWN: also isinstance() of
+tensors with known values.  ALL: also that of all tensors, as the last resort: a library tests a tensor to avoid reading its
+data."""
 
 
-class _Asked(type):
-    """Metaclass of a class without instances for the user's code, or with only tensors of unknown value as instances."""
+class _HiddenFakeTensor(type):
+    """Metaclass of the class that replaces FakeTensor.  For the user's code it has no instances, or only tensors of unknown
+    value."""
 
     questions: str
 
@@ -44,7 +47,7 @@ class _Asked(type):
 
 @contextmanager
 def tracing_hidden(questions: str) -> Iterator[None]:
-    """Lets these `questions` of the user's code return False inside this context.  "" changes nothing."""
+    """Makes these `questions` (FLAGS_ALONE, KNOWN or ALL; "" for none) return False inside this context."""
     if not questions:
         yield
         return
@@ -53,8 +56,8 @@ def tracing_hidden(questions: str) -> Iterator[None]:
     for name in FLAGS:
         setattr(torch.compiler, name, False)
     if questions != FLAGS_ALONE:
-        stand_in = _Asked("FakeTensor", (), {"questions": questions})
-        setattr(torch._subclasses, "FakeTensor", stand_in)  # noqa: B010  mypy knows it as a class
+        replacement = _HiddenFakeTensor("FakeTensor", (), {"questions": questions})
+        setattr(torch._subclasses, "FakeTensor", replacement)  # noqa: B010  mypy knows it as a class
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Numbers that eager PyTorch reads from tensors, and whose comparisons get forced answers."""
+"""Numbers that Python reads from tensors in eager PyTorch, and whose comparisons get forced answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ARITHMETIC = (
 )  # fmt: skip
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 CONVERTED = "converted"
-"""The method of such a number that converts it to an int or a float."""
+"""The name of the method that converts such a number to an int or a float."""
 
 LOGIC = ("and", "rand", "or", "ror")
 
@@ -26,9 +26,9 @@ EXPRESSION = "expression"
 
 
 def tracked(value: Any, ask: Callable[[bool], bool], expression: Any = None) -> Any:
-    """Returns a number with the value of `value`.  `ask` answers whether it, or a comparison with it, is true.  Arithmetic with it
-    returns such numbers too.  `expression` is the symbolic expression of a size.  A comparison of two expressions with a constant
-    difference needs no answer, because torch knows it."""
+    """Returns a number with the value of `value`.  `ask` gives the truth value of it, or of a comparison with it.  Arithmetic with
+    it returns such numbers too.  `expression` is the symbolic expression of a size.  A comparison of two expressions with a
+    constant difference needs no answer, because torch knows it."""
     if type(value) is bool:
         return _truth(value, ask)
     if type(value) in (int, float):
@@ -81,7 +81,6 @@ def _compared(method: Callable[..., Any], ask: Callable[[bool], bool]) -> Callab
 
 
 def _expression(value: Any) -> Any:
-    """Returns the symbolic expression of a number, or None if it is unknown."""
     if type(value) is int:
         return sympy.Integer(value)
     return getattr(value, EXPRESSION, None)
@@ -94,7 +93,7 @@ def converted(kind: type, value: Any) -> Any:
 
 
 def asked(natural: Callable[[Any], bool], value: Any) -> bool | None:
-    """Returns the forced answer to `natural` of a tracked number, or None for any other value."""
+    """Returns the forced answer for `natural(value)` of a tracked number, or None for any other value."""
     ask = getattr(value, "ask", None) if isinstance(value, int | float) else None
     return None if ask is None else ask(natural(value))
 

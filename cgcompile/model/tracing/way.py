@@ -1,4 +1,4 @@
-"""One path through a model's Python: its branches on tensors, with forced answers."""
+"""One path through a model's Python code: its branches on tensors, with forced answers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Spot = tuple[Any, ...]
 class Question:
     """Python branches on a value that depends on data.
 
-    `state` is equal for two questions only if the whole state of Python is equal, except for tensors.  `names` are the places of
+    `state` is equal for two questions only if the complete state of Python is equal, except for tensors.  `names` are the places of
     the tensors in this state, in the order in which the marker operator takes them after the predicate.  `memory` says which of
-    them share memory.  `asks`, `reads` and `sizes` count the earlier answers, the numbers that Python read, and its reads of sizes.
-    `caller` is the result of `user_code.called_here`.
+    them share memory.  `asks`, `reads` and `sizes` count earlier answers, numbers that Python read, and reads of sizes.  `caller`
+    is the result of `user_code.called_here`.
     """
 
     answer: bool
@@ -41,7 +41,7 @@ class Question:
 
 
 class TooManyTurns(Exception):
-    """A loop branches again and again, and no bound is known."""
+    """A loop branches more often than the limit allows, and no bound is known."""
 
     def __init__(self, where: str, line: str, caller: str) -> None:
         super().__init__(f"{where}: {line}")
@@ -49,11 +49,12 @@ class TooManyTurns(Exception):
 
 
 class TracedWay:
-    """The record of one traced call.  Its answers are `forced`, then those that `preferred` has for the position, else True.
+    """The record of one traced call.  Its first answers are `forced`.  Later answers are those of `preferred` for the position,
+    else True.  `limit`: maximum questions at one position.
 
     `asks` are all answers in order, also for known values and repeated questions.  `reads` says of every number that Python read
     whether it depends on data.  `sizes` has an entry per read of a tensor's sizes: an expression for each size that depends on
-    data, else None.  With these, eager PyTorch takes the same path.  `raised` is the model's exception, `result` the tree of its
+    data, else None.  A ForcedWay takes the same path with them.  `raised` is the model's exception, `result` the tree of its
     outputs, and `changed` are attributes that the call changed.
     """
 
@@ -74,7 +75,7 @@ class TracedWay:
         self.answers: list[tuple[torch.Tensor, int, bool]] = []
 
     def answered(self, tensor: torch.Tensor) -> bool | None:
-        """Returns the earlier answer for this tensor, or None if there is none, or the tensor was written to since."""
+        """Returns the earlier answer for this tensor, or None if there is none, or if the tensor was written to since then."""
         answers = [answer for key, version, answer in self.answers if key is tensor and version == tensor._version]
         return answers[0] if answers else None
 
@@ -98,7 +99,7 @@ class ForcedWay:
     wrong: bool = field(default=False)
 
     def ask(self, natural: bool) -> bool:
-        """Returns the next answer.  If there is none, returns `natural`, and the path is wrong."""
+        """Returns the next answer.  If there is none, sets `wrong` and returns `natural`."""
         answer = next(self.asks, None)
         self.wrong = self.wrong or answer is None
         return natural if answer is None else answer

@@ -20,8 +20,8 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def unwrapped(model: nn.Module, label: str) -> tuple[nn.Module, tuple[str, ...]]:
-    """Returns `model` without wrappers, and notes about them.  It is a copy if a wrapper is inside; weights are shared.  Does not
-    change `model`.  Raises source-invalid for a model that is traced or scripted as a whole."""
+    """Returns `model` without wrappers, and notes about them.  It is a copy with shared weights if it contains a wrapper or a child
+    to rename.  Does not change `model`.  Raises source-invalid for a traced or scripted model."""
     notes: dict[str, None] = {}
     bare = _unwrapped(model, "the model", notes, {})
     if isinstance(bare, torch.jit.ScriptModule):
@@ -69,7 +69,6 @@ def _name_parameters(scripted: torch.jit.ScriptModule) -> None:
 
 
 def _inside(module: Any) -> nn.Module | None:
-    """Returns the module inside a wrapper, or None."""
     if isinstance(module, WRAPPERS):
         return module.module
     if type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo"):
