@@ -23,9 +23,9 @@ from .verify import reached, verify
 
 
 class WayStopped(Exception):
-    """torch cannot trace an operation on a path that the model's Python can take.  It is the cause of a ModelError.
+    """torch cannot trace an operation on a path that the model's Python can take.  This is the `__cause__` of a ModelError.
 
-    `obstacle`: has the user's line.  `__cause__`: torch's error.
+    `obstacle`: has the model's line.  `__cause__`: torch's error.
     """
 
     def __init__(self, obstacle: Obstacle, cause: BaseException) -> None:
@@ -79,8 +79,8 @@ def with_paths(
 
 
 def _stopped(error: ModelError, cause: BaseException) -> tuple[ModelError, Obstacle]:
-    """Returns the error and obstacle for a line that torch cannot trace on a path.  If torch needs an integer's value there, it is
-    used as a size, except in `range()`."""
+    """Returns the error and obstacle for a line that torch cannot trace on a path.  If torch needs the value of an integer, the
+    line uses the integer as a size, except in `range()`."""
     where, line = user_place(cause)
     if error.code == "data-dependent-shape" or "extract specialized integer" not in text_of(cause) or "range(" in line:
         plain = ModelError(error.code, str(error), error.hint)
@@ -91,7 +91,8 @@ def _stopped(error: ModelError, cause: BaseException) -> tuple[ModelError, Obsta
 
 
 def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterator[Obstacle]:
-    """Yields obstacles for attributes that only paths outside the first calls change.  `early`: names that a path reads first."""
+    """Yields obstacles for attributes that the first calls do not change, but other paths do.  `early`: names that a path reads
+    before it assigns them."""
     for name in names:
         where, line = assignment_place(flat.model, name)
         rule = "mutated-attribute" if name in early else ASSIGNED

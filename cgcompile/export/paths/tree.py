@@ -20,7 +20,7 @@ from .merge import Unjoinable, merged
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tree:
-    """A program with a branch at every question, and the paths that it was made of.  `whole`: the graph that `merged` returns."""
+    """A program with a branch at every question, and the paths that were merged.  `whole`: the graph that `merged` returns."""
 
     program: ExportedProgram
     whole: GraphModule
@@ -44,7 +44,7 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
     """Exports every path with `attempt`, at most `most`, and merges them.  Returns None for a model that asks no question and reads
     no number or size that depends on data.
 
-    Raises PathsRefused, export-failed, and what `attempt` raises."""
+    Raises PathsRefused, export-failed, and the errors of `attempt`."""
     numbers = itertools.count(1)
 
     def export_path() -> ExportedProgram:
@@ -82,8 +82,8 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
 
 
 def _check_assumed(traced: TracedPaths, root: Line) -> None:
-    """Raises PathsRefused if one line relies on its answers about sizes, and another, which may join it, could not be rewritten to
-    fixed sizes."""
+    """Raises PathsRefused if one line relies on its answers about sizes, and another line, which may join it, could not be
+    rewritten to fixed sizes."""
     if any(line.assumes for line in traced.lines) and (refused := _unbounded(traced, root)):
         raise refused
 

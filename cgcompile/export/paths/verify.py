@@ -1,4 +1,4 @@
-"""Compares every path with eager PyTorch.  Both get the same forced answers to their questions, for any input values."""
+"""Compares every path with eager PyTorch.  In both, the answers to the questions are forced, whatever the input values are."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .lines import Line
 from .tree import Tree
 
 MOST = 64
-"""Most paths of a tree that are compared.  Paths of a larger tree are sampled at random."""
+"""Maximum number of paths of a tree that are compared.  Paths of a larger tree are sampled at random."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Path:
-    """One path through a tree.  `answers`: (answers before a question in its line, its answer).  `asks`, `reads`, `sizes`: as in
-    TracedWay."""
+    """One path through a tree.  `answers`: (answers before a question in its line, answer to the question).  `asks`, `reads`,
+    `sizes`: as in TracedWay."""
 
     answers: tuple[tuple[tuple[bool, ...], bool], ...]
     asks: tuple[bool, ...]
@@ -36,7 +36,8 @@ class Path:
 
 
 class _Walk:
-    """Follows one path of a tree.  `choose(number)` decides whether to take the other answer of a question with two lines."""
+    """Follows one path of a tree.  `choose` says for each question with two lines, by its number among these, whether to take the
+    other answer."""
 
     def __init__(self, traced: TracedPaths, choose: Callable[[int], bool]) -> None:
         self._traced, self._choose = traced, choose
@@ -47,28 +48,28 @@ class _Walk:
         self.choices: list[bool] = []
 
     def along(self, line: Line, start: int, stop: int, begin: _Counts) -> bool:
-        """Follows a line from question `start`, at `begin`, to question `stop` or its end.  Returns False if the path ends before
-        `stop`."""
+        """Follows a line from question `start` to question `stop` or its end.  `begin`: the counts at `start`.  Returns False if
+        the path ends before `stop`."""
         number = start
         while number < min(stop, len(line.questions)):
             question = line.questions[number]
             branch = self._traced.branch(line, number)
             self._take(line, begin, _counts(question))
             begin = _counts(question)
-            turned = False
+            take_other = False
             if isinstance(branch.other, Line):
-                turned = self._choose(len(self.choices))
-                self.choices.append(turned)
-            self.answers.append((line.answers[:number], question.answer != turned))
-            self.asks.append(question.answer != turned)
+                take_other = self._choose(len(self.choices))
+                self.choices.append(take_other)
+            self.answers.append((line.answers[:number], question.answer != take_other))
+            self.asks.append(question.answer != take_other)
             after = replace(begin, asks=begin.asks + 1)
-            if not turned:
+            if not take_other:
                 number, begin = number + 1, after
                 continue
             assert isinstance(branch.other, Line) and branch.join is not None
             other, join = branch.other, branch.join
-            meets = other.markers.index(join.other) if join.question is not None else len(other.questions)
-            if not self.along(other, number + 1, meets, after) or join.question is None:
+            joins_at = other.markers.index(join.other) if join.question is not None else len(other.questions)
+            if not self.along(other, number + 1, joins_at, after) or join.question is None:
                 return False
             number, begin = join.question, _counts(line.questions[join.question])
         last = _counts(line.questions[stop]) if stop < len(line.questions) else None
@@ -83,7 +84,7 @@ class _Walk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Counts:
-    """How many answers, numbers and sizes of a line Python got before some point."""
+    """The number of answers, numbers and sizes that Python read before a point of a line."""
 
     asks: int = 0
     reads: int = 0
@@ -112,7 +113,7 @@ def paths(tree: Tree, most: int = MOST) -> Iterator[Path]:
 
 
 class _ForcedModule(torch.nn.Module):
-    """The program with forced answers.  `taken`: answers before a question in its line -> its answer."""
+    """The program with forced answers.  `taken`: answers before a question in its line -> answer to the question."""
 
     def __init__(self, module: ProgramModule, tree: Tree, taken: Mapping[tuple[bool, ...], bool]) -> None:
         super().__init__()
@@ -164,7 +165,7 @@ class _Noting(Interpreter):
 
 
 def reached(tree: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> dict[tuple[bool, ...], set[bool]]:
-    """Returns the answers of the questions of a tree with these inputs, by the answers before each question."""
+    """Runs the program with these inputs.  Returns {answers before a question in its line: answers to the question}."""
     answers: dict[tuple[bool, ...], set[bool]] = {}
     module = ProgramModule([tree.program])
     program: Any = module.programs[0]

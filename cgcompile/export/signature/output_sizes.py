@@ -1,4 +1,4 @@
-"""Finds an expression in the declared dimensions for the size of an output's axis, from sizes in eager PyTorch.  Pure."""
+"""Finds an expression in the declared dimensions for the size of an output's axis, from its sizes in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def _plus(size: Size, number: int) -> Size:
 
 
 def _sum(points: Points, terms: Sequence[tuple[str, ...]]) -> Size | None:
-    """Returns an integer plus integer multiples of the terms (products of dimensions), or None unless there is one solution."""
+    """Returns an integer plus integer multiples of the terms (products of dimensions).  Returns None unless exactly one such
+    expression is right at all points."""
     rows = [[Fraction(1), *[_product(sizes, term) for term in terms], Fraction(value)] for sizes, value in points]
     factors = _solved(rows, 1 + len(terms))
     if factors is None or any(factor.denominator != 1 for factor in factors):
