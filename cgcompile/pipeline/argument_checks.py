@@ -55,7 +55,7 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     name = _check_model(model, options.sizes, options.max_keys)
     if options.autotune_timeout is not None:
         check_timeout(options.autotune_timeout, options.autotune)
-    # "auto" and "cuda" need torch: `build` resolves them after it has reported and done the import
+    # "auto" and "cuda" need torch, so `build` resolves them after it has imported torch
     targets = split_targets(options.target)
     if len(targets) > 1:
         _check_targets(targets, options)
@@ -157,7 +157,8 @@ def _check_model(model: Any, sizes: SizesOption, max_keys: int | None) -> str:
     else:
         path, _, attribute = label.partition(":")
         module_definitions = _module(path, label)
-    several = module_definitions is not None and "entries" in module_definitions.names  # its result is only known when it runs
+    # `entries()` names the functions that make inputs, but only when it runs
+    several = module_definitions is not None and "entries" in module_definitions.names
     for name in (() if attribute else ("model",)) + (() if several else ("inputs",)):
         if module_definitions is not None and module_definitions.lacks(name):
             raise undefined(name, label)

@@ -1,4 +1,4 @@
-"""Builds for several targets, one after the other, each from a newly loaded model, and joins the results to a bundle with variants.
+"""Builds for several targets, one after the other, and joins the results to a bundle with variants.  Each build loads the model.
 
 GPUs are always cross-compiled, so all variants are compared with eager PyTorch and share one self-test.
 """

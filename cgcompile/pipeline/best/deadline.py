@@ -12,7 +12,7 @@ from ...util.progress import Tell
 
 
 class SearchEnded(Exception):
-    """The time limit was reached: the current lowering is left out."""
+    """Raised if the time limit was reached, so that the current lowering is left out."""
 
 
 class Deadline:
@@ -45,8 +45,8 @@ class Deadline:
 
     @contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:
-        """Calls `end` from another thread if the time limit is reached while the body runs.  A BuildError that the body then raises
-        becomes SearchEnded."""
+        """Calls `end` from another thread if the time limit is reached while the body runs.  If the body then raises BuildError,
+        raises SearchEnded instead."""
         remaining, ended = self.left(), threading.Event()
         if remaining is None:
             yield
