@@ -50,7 +50,7 @@ ONE_SIZE = "calls write to state, and every dimension has one size"
 """`Programs.reason` if sizes are constants because no call is padded and each dimension has one size."""
 
 PROBES = 8
-"""Maximum number of undeclared sizes of a dimension at which eager PyTorch runs, to get the shapes of the outputs."""
+"""Maximum number of undeclared sizes of a dimension at which eager PyTorch runs to get output shapes."""
 
 
 def untold(text: str) -> None:
@@ -67,10 +67,10 @@ def export(
 ) -> Exported:
     """Exports one program for all sizes, or one for each int_key if torch.export cannot keep the dimensions dynamic.
 
-    Tensors in attributes that the model writes to become buffers.  If Python branches on the value of a tensor, the program may
-    have only one side of the branch.  Then the result has an obstacle, for which `refuse_branches` raises.  `alone`: the model has
-    no other entry, so errors need not name this one.  `elsewhere`: buffers that other entries write to; Python may not read their
-    values.  `max_paths`: maximum number of exported paths through the model's Python code.  `tell`: reports progress.
+    Tensors of the model that it writes to become buffers.  If Python branches on the value of a tensor, the program may have only
+    one side.  Then the result has an obstacle, for which `refuse_branches` raises.  `alone`: the model has no other entry, so
+    errors need not name this one.  `elsewhere`: buffers that other entries write to; Python may not read their values.
+    `max_paths`: maximum number of exported paths through the model's Python code.  `tell`: reports progress.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
@@ -85,8 +85,8 @@ def export(
 
 
 def with_unwritten(exports: Sequence[Exported], max_paths: int = MAX_PATHS) -> list[Exported]:
-    """Returns the exports of one model's entries.  If Python read the value of a buffer in one entry, and another entry writes to
-    the buffer, the first entry is exported again without that value.  Raises the errors of `export`."""
+    """Returns the exports of one model's entries.  Exports an entry again without the value of a buffer if Python read the value,
+    and another entry writes to the buffer.  Raises the errors of `export`."""
     while True:
         writes = frozenset().union(*[entry.written for entry in exports])
         if all(entry.baked.keys().isdisjoint(writes) for entry in exports):
@@ -217,7 +217,7 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Draft:
-    """Exported programs, the obstacles that the calls showed, and output shapes of eager PyTorch at further sizes."""
+    """Exported programs, their obstacles, and output shapes at further sizes."""
 
     programs: Programs
     obstacles: tuple[Obstacle, ...]
@@ -225,9 +225,8 @@ class _Draft:
 
 
 def _as_eager(job: _Job, calls: list[SideEffects]) -> _Draft:
-    """Exports the model.  If the program differs from eager PyTorch, exports again while functions such as
-    `torch.compiler.is_exporting()` return False.  If this fails and the model has branches on data, exports all paths through its
-    Python code.  Otherwise raises the first error."""
+    """Exports the model.  If the program differs from eager PyTorch, exports again while `torch.compiler.is_exporting()` and
+    others return False, then with all paths if the model branches on data.  If that does not help, raises the first error."""
     flat = job.flat
     first = flat.earlier
     try:
@@ -407,7 +406,7 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
 
 
 def _branched(obstacles: Sequence[Obstacle]) -> bool:
-    """Whether an obstacle is a branch on data.  Then the program has only one side, may differ from the model, and is refused."""
+    """Whether an obstacle is a branch on data.  The program has only one side of it, so it may differ from the model."""
     return any(obstacle.rule == "data-dependent-branch" for obstacle in obstacles)
 
 

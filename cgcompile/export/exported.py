@@ -25,8 +25,8 @@ class Exported:
     `programs` take and return flat tensors; so does `flat`, which runs the user's module in eager PyTorch.  `shapes`: of the
     inputs.  `eager_shapes`: output shapes, at least at the smallest and largest sizes.  `obstacles`: side effects for which the
     programs have no operation.  `unbounded`: why outputs whose sizes depend on data have no bound, or "".  `baked`: name of a
-    parameter or buffer whose value Python read during export -> the line that read it.  `written`: names of the parameters and
-    buffers that a call may write to.
+    parameter or buffer whose value Python read during export -> the line that read it.  `written`: parameters and buffers that a
+    call may write to.
     """
 
     source: Source

@@ -37,9 +37,9 @@ class FirstCalls:
 
     `calls`: at the smallest and the largest sizes.  `shapes`: of their outputs.  `changes`: by name, attributes that every call
     changes.  `counters`: by name, changed numbers and tensors that became buffers.  `holding`: name of another changed attribute ->
-    buffers that were added for its tensors, to test whether a result depends on them.  `outside`: obstacles from outside the model
-    (random numbers, time).  `written`: names of parameters and buffers that a call wrote to.  `first` and `second`: results of two
-    more calls at the smallest sizes.
+    buffers added for its tensors, to test whether a result depends on them.  `outside`: obstacles from outside the model (random
+    numbers, time).  `written`: names of parameters and buffers that a call wrote to.  `first` and `second`: results of two more
+    calls at the smallest sizes.
     """
 
     calls: tuple[SideEffects, ...]
@@ -54,8 +54,7 @@ class FirstCalls:
 
 
 def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> FirstCalls:
-    """Calls the model.  Tensors in attributes that it writes to become buffers.  Sets `flat.earlier` to the call at the smallest
-    sizes.
+    """Calls the model.  Tensors that it writes to become buffers.  Sets `flat.earlier` to the call at the smallest sizes.
 
     Raises size-excluded, eager-failed, structure-unsupported.
     """
@@ -85,8 +84,8 @@ def _fill_caches(
 ) -> list[EagerShapes]:
     """Calls the model at its smallest and largest sizes, and restores all buffers except caches.
 
-    A buffer that these calls write to is a cache if calls with other inputs write the same values, and if the calls also change
-    attributes.  An attribute may record that the cache is filled, so the cache must keep its contents.
+    A buffer is a cache if calls with other inputs write the same values to it, and if calls also change attributes.  An attribute
+    may record that the cache is filled, so the cache keeps its contents.
 
     Raises size-excluded, eager-failed, structure-unsupported.
     """

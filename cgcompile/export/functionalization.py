@@ -94,8 +94,8 @@ def functional_form(program: ExportedProgram) -> ExportedProgram:
 
 
 def _only_reads(node: Node) -> bool:
-    """Whether a node certainly writes to no tensor, and has no size that depends on data, since a trace of it may fail.
-    Returns False for custom operators, and for operators that call a graph."""
+    """Whether a node certainly writes to no tensor, and has no size that depends on data, since a trace of it may fail.  False for
+    custom operators, and for operators that call a graph."""
     if node.op != "call_function":
         return node.op in ("placeholder", "get_attr", "output")
     operator = node.target
@@ -108,8 +108,8 @@ def _only_reads(node: Node) -> bool:
 
 
 def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> dict[Node, str] | None:
-    """Returns {operator node: placeholder name of the buffer or input that it writes to}, or None if only a trace can find them.
-    A trace is necessary for writes to views or unknown values, in branches and loops, and by operators with incomplete schemas."""
+    """Returns {operator node: placeholder name of the buffer or input that it writes to}, or None if that needs a trace: for writes
+    to views or unknown values, in branches and loops, and by operators whose schemas may miss writes."""
     plain = program.graph_signature
     placeholders = {*plain.inputs_to_buffers, *plain.user_inputs}
     targets: dict[Node, str] = {}
@@ -170,8 +170,8 @@ NEW = frozenset(
 
 
 def _with_writes(signature: ExportGraphSignature, writes: Mapping[Node, str]) -> ExportGraphSignature:
-    """Returns the signature with an output for each written buffer or input, as in the functional form.  The output is the last
-    node that writes to it."""
+    """Returns the signature with an output for each written buffer or input, as in the functional form: the last node that writes
+    to it."""
     mutations = []
     for placeholder, node in {placeholder: node for node, placeholder in writes.items()}.items():
         buffer = signature.inputs_to_buffers.get(placeholder)

@@ -83,10 +83,10 @@ def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tens
 def past_branches(
     flat: FlatModule, calls: Sequence[SideEffects], tensors: Sequence[torch.Tensor], attempt: Callable[[], ExportedProgram]
 ) -> tuple[ExportedProgram, tuple[Obstacle, ...]]:
-    """Exports a program by `attempt`.  A branch on a number that Python read out of a tensor stops torch.export.  Then it exports
+    """Exports a program by `attempt`.  If torch.export stops at a branch on a number that Python read out of a tensor, exports
     again with the number that eager PyTorch read, so that the checks see the rest of the model.  If the model fails with similar
-    numbers, or on the other side of a branch, the program asserts the number or the side.  Otherwise an obstacle records the
-    branch.  `calls`: each call of `flat` appends its side effects.  `flat.earlier`: the eager call with `tensors`."""
+    numbers, or on the other side of a branch, the program asserts the number or side.  Otherwise an obstacle records the branch.
+    `calls`: each call of `flat` appends its side effects.  `flat.earlier`: the eager call with `tensors`."""
     passed: list[Obstacle] = []
     tested: set[int] = set()
     while True:
@@ -114,12 +114,11 @@ def past_branches(
 
 
 QUESTIONS = 8
-"""Maximum number of branches whose other side is traced after an export, since every trace takes time."""
+"""Maximum number of branches whose other side is traced after an export."""
 
 
 def _other_numbers(earlier: SideEffects, reads: Set[int]) -> Iterator[SideEffects]:
-    """Yields the side effects of a call that read other numbers.  `reads`: positions of these reads.  Their numbers are reduced by
-    1, then increased by 1, wherever the call read them."""
+    """Yields the call with other numbers: those of `reads` minus 1, then plus 1, wherever the call read them."""
     values = {number for at in reads if at < len(earlier.reads) for number in tree_leaves(earlier.reads[at])}
     for step in (-1, 1):
         yield _changed(earlier.answers, [_stepped(read, step, values) for read in earlier.reads])
@@ -135,7 +134,7 @@ def _stepped(value: Any, step: int, values: Collection[Any]) -> Any:
 
 
 def _other_answer(earlier: SideEffects, at: int) -> SideEffects:
-    """Returns the side effects of the call with the opposite answer at branch number `at`."""
+    """Returns the call with the opposite answer at branch number `at`."""
     return _changed([answer != (place == at) for place, answer in enumerate(earlier.answers)], earlier.reads)
 
 
@@ -318,7 +317,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
     for name in sizes:
         if name in fixed:
             places = lines.get(int(fixed[name]), set())
-            # several lines may belong to several sizes of the same value
+            # several lines may belong to several dimensions of one size
             where, source_line = next(iter(places)) if len(places) == 1 else ("", "")
             reason = f"the model's code fixes it to {fixed[name]}" + (f": {source_line}" if source_line else "")
             return ModelError(

@@ -27,7 +27,7 @@ SERIALIZER = logging.getLogger("torch._export.serde.serialize")
 
 
 def copied_graph(program: ExportedProgram) -> GraphModule:
-    """Copies a program's graph with the names of its nodes.  deepcopy alone would rename nodes with names of Python builtins."""
+    """Copies a program's graph with the names of its nodes.  deepcopy alone renames nodes with names of Python builtins."""
     module_copy = copy.deepcopy(program.graph_module)
     for old, new in zip(program.graph.nodes, module_copy.graph.nodes, strict=True):
         new.name = old.name
@@ -47,8 +47,7 @@ def with_graph(
 ) -> ExportedProgram:
     """Returns `program` with the graph of `root`.  `renamed`: old -> new names of outputs.  Weights are shared, not copied.
 
-    `dialect`: a program whose verifiers the new one gets (default: `program`).  Verifiers of `torch.export` allow in-place
-    operators.
+    `dialect`: a program whose verifiers the new one gets (default: `program`).  `torch.export`'s allow in-place operators.
     `other_results`: `output_specs` has results that the program did not have, and calls return a tuple of them.
     """
     signature = program.graph_signature
@@ -170,7 +169,7 @@ AUTOCAST = ("wrap_with_autocast", "_enter_autocast")
 
 
 def _fake_at(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a fake tensor like `value` on `device`.  Returns values on the meta device unchanged."""
+    """Returns a fake tensor like `value` on `device`; values on the meta device stay there."""
     if not isinstance(value, FakeTensor) or value.device in (device, torch.device("meta")):
         return value
     with value.fake_mode:

@@ -135,7 +135,7 @@ def build(
       interpreter stops.  The smallest int_key is always verified; the build lists the others.
     - `fallback_ops`: operators that run on the host between two graphs, such as "mylib::op".
     - `standalone`: whether a CPU bundle contains all functions that its code calls, so that it serves without torch.  None: if
-      possible.  True: the build fails if it is not possible, and names the function.  False: the code calls torch's libraries.
+      possible.  True: the build fails if it is not, and names the function.  False: the code calls torch's libraries.
     - `world`: the number of GPUs of one host that share the model, 2 to 8.  `model(rank, world)` of the model file returns a share,
       and `forward` calls functional collectives of torch.distributed.  Such a bundle is always cross-compiled.
     - `split`: "layers" distributes the layers of a plain `model()` over these GPUs, about the same bytes on each.  One GPU works

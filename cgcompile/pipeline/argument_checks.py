@@ -40,7 +40,7 @@ NO_PROOF = "--prove none leaves the proof out"
 
 
 def check_build(model: Any, inputs: Any, options: Options) -> None:
-    """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, folder-invalid,
+    """Raises the errors of `build` for these arguments: extra-missing, source-missing, source-invalid, folder-invalid,
     allow-unknown, sizes-invalid, too-many-keys, limit-invalid, world-refused, output-exists, output-unwritable, option-invalid,
     target-unavailable, compiler-failed."""
     check_arguments(model, inputs)
@@ -116,7 +116,7 @@ def _check_allowed(allow: Sequence[str]) -> None:
 
 
 def _check_targets(targets: Sequence[str], options: Options) -> None:
-    """Raises target-unavailable, world-refused or option-invalid for a build with variants that is not possible."""
+    """Raises target-unavailable, world-refused or option-invalid for an impossible build with variants."""
     duplicate = next((name for name in targets if targets.count(name) > 1), None)
     unresolved = next((name for name in targets if name in ("auto", "cuda", "")), None)
     if duplicate is not None or unresolved is not None:
@@ -131,7 +131,7 @@ def _check_targets(targets: Sequence[str], options: Options) -> None:
 
 
 def check_check(model: Any, inputs: Any, sizes: SizesOption, target: str, train: bool, language: LanguageOptions) -> None:
-    """Raises what `check` would raise for these arguments.  See `check_build`."""
+    """Raises the errors of `check` for these arguments.  See `check_build`."""
     check_arguments(model, inputs)
     check_packages("host")
     check_folder_options(model, language, {"--sizes": sizes, "--train": train})

@@ -253,9 +253,8 @@ def _finished(
     findings: Sequence[tuple[Finding, ...]],
     origin: Provenance,
 ) -> Manifest | None:
-    """Writes the bundle to `folder`, seals it, and replays it if `run`.  Returns None if the replay fails for a bundle for the CPU
-    that contains the functions it calls, and `standalone` is None.  The caller then builds with torch's libraries, which round as
-    eager PyTorch does."""
+    """Writes the bundle to `folder`, seals it, and replays it if `run`.  If the replay fails for a CPU bundle that contains torch's
+    functions, and `standalone` is None, returns None: the caller then uses torch's libraries, which round as eager PyTorch does."""
     parts = build_parts(spec, folder, stages)
     for entry in spec.entries:
         write_programs(folder, entry.prepared.programs, entry.name)
@@ -302,7 +301,7 @@ def _empty(folder: Path) -> None:
 
 
 def _padded(sources: Sequence[Source], prepared: Sequence[Prepared], dimensions: Sequence[Sequence[Dimension]]) -> str:
-    """Returns a text that says which dimensions are padded, and, for an entry that is never padded, the reason."""
+    """Says which dimensions are padded, and why an entry is never padded."""
     texts = []
     for source, lowerable, dimension in zip(sources, prepared, dimensions, strict=True):
         why = unpadded(source, lowerable)
@@ -313,12 +312,11 @@ def _padded(sources: Sequence[Source], prepared: Sequence[Prepared], dimensions:
 
 
 def _default(chosen: Chosen) -> str:
-    """Returns a text that says which target "auto" chose, and why."""
+    """Says which target "auto" chose, and why."""
     return "cpu: no GPU is here" if chosen.recorder == "host" else f"{chosen.target}, the GPU of this machine"
 
 
 def _sizes(sources: Sequence[Source], sizes: SizesOption) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Returns the sizes of every entry's dimensions."""
     sizes_by_entry = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources})
     many = len(sources) > 1
     return {
@@ -367,7 +365,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _nodes(exported: Sequence[Programs]) -> str:
-    """Returns a text with the number of nodes of every entry, and why there is one program for each int_key."""
+    """Says how many nodes every entry has, and why there is one program for each int_key."""
     nodes: dict[str, list[str]] = {}
     for programs in exported:
         counts = sorted({len(program.graph.nodes) for _, program in programs.distinct})

@@ -1,4 +1,4 @@
-"""Makes the compatibility report of a model: runs the stages of a build up to the check, and the partition."""
+"""Makes the compatibility report of a model, from the stages of a build up to the check, and the partition."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def destination_path(out: str | os.PathLike[str] | None, name: str) -> Path:
 
 
 def _replaceable(path: Path) -> bool:
-    """Returns whether `path` is a bundle or an empty folder."""
+    """Whether `path` is a bundle or an empty folder."""
     from cgbundle.format import file_names  # late: the path rarely exists, and the check of a mistyped name should stay fast
 
     return path.is_dir() and ((path / file_names.MANIFEST).exists() or not any(path.iterdir()))

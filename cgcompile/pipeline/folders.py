@@ -1,4 +1,4 @@
-"""Makes models from folders of language models: checks the arguments, and derives defaults from the folder and the GPU."""
+"""Models from folders of language models: checks the arguments, and derives defaults from the folder and the GPU."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
     driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
 print(total.value)
 """
-"""A script that prints the bytes of the first GPU's memory.  It runs in a subprocess, because a process that has started CUDA
-cannot fork new models."""
+"""Prints the bytes of the first GPU's memory.  Runs in a subprocess, because a process that has started CUDA cannot fork new
+models."""
 
 
 def check_weights(options: LanguageOptions, target: str, record: str = "auto") -> None:
@@ -50,12 +50,12 @@ def check_weights(options: LanguageOptions, target: str, record: str = "auto") -
 
 
 def is_folder(model: Any) -> bool:
-    """Returns whether the model is a folder in the Hub's layout.  Raises source-missing."""
+    """Whether the model is a folder in the Hub's layout.  Raises source-missing."""
     return isinstance(model, str | os.PathLike) and kind_of(os.fspath(model)) == "folder"
 
 
 def is_gguf(model: Any) -> bool:
-    """Returns whether the model is the path of a GGUF file."""
+    """Whether the model is the path of a GGUF file."""
     return isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".gguf")
 
 
@@ -108,7 +108,7 @@ def check_folder_options(model: Any, options: LanguageOptions, others: dict[str,
 
 
 def folder_model(model: Any, language: LanguageOptions, target: str, record: str, stages: Stages) -> tuple[Any, Any]:
-    """Returns the folder's `model.source.Recipe`, which `build` and `check` take as a model, and the sizes to build."""
+    """Returns the `model.source.Recipe` of a folder, which is a model for `build` and `check`, and the sizes to build."""
     with stages("folder") as tell:
         tell("transformers")
         from ..language_models.recipe import language_model  # late: it imports transformers
@@ -127,8 +127,8 @@ def folder_model(model: Any, language: LanguageOptions, target: str, record: str
 
 
 def gpu_memory(target: str, record: str) -> int | None:
-    """Returns the memory of the target's GPU in bytes, or None for processors.  For a single GPU target this is the memory of this
-    machine's GPU, even if its architecture differs.  Returns 0 if this machine has no GPU, and for several targets."""
+    """Returns the bytes of the target GPU's memory, or None for processors.  For one target this is the memory of this machine's
+    GPU, whatever its architecture.  Returns 0 without a GPU here, and for several targets."""
     targets = split_targets(target)
     if all(map(is_cpu, targets)):
         return None
@@ -137,7 +137,7 @@ def gpu_memory(target: str, record: str) -> int | None:
 
 
 def memory_here() -> int:
-    """Returns the memory of this machine's first GPU in bytes, or 0 without a GPU."""
+    """Returns the bytes of memory of this machine's first GPU, or 0 without one."""
     if has_driver():
         with suppress(OSError, ValueError, subprocess.TimeoutExpired):
             completed = subprocess.run([sys.executable, "-c", GPU_MEMORY], capture_output=True, text=True, check=False, timeout=60)

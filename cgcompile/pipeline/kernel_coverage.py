@@ -18,7 +18,7 @@ def operators_without_kernel(
 ) -> tuple[Finding, ...]:
     """Returns the findings of the rule "operator-without-kernel" for `target`, a cross-compiled architecture.
 
-    Returns () in a process that sees a GPU, since it cannot check there.  The build's workers report such an operation later.
+    Returns () in a process that sees a GPU, where it cannot check.  The build's workers report such an operation later.
     """
     if torch.cuda.device_count():
         return ()

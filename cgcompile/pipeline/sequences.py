@@ -1,8 +1,8 @@
 """Compares the exported programs with a model that was never called before, over sequences of calls.
 
-The inputs differ from those of the export.  Every int_key is called with inputs A, B and A; then all int_keys are called in reverse
-order.  So state that a call leaves for later calls shows in the results, whichever sizes come first.  Sizes between the declared
-ones, which may be padded, have no program.  At these sizes the new model is compared with the model that the build has called.
+The inputs differ from those of the export.  Every int_key is called with inputs A, B and A, then all int_keys in reverse order.  So
+state that a call leaves for later calls shows in the results, whichever sizes come first.  Sizes between the declared ones, which
+may be padded, have no program: there the new model is compared with the model that the build has called.
 
 The model is called every time.  Results of a program on the CPU are reused for equal inputs if its operators draw no random numbers
 and write to no tensor.
@@ -78,7 +78,7 @@ def with_sequences(exported: Sequence[Exported], models: FreshModels | None) -> 
 
 
 def sequence(exported: Sequence[Exported]) -> list[Call]:
-    """Returns the calls at declared sizes, in order."""
+    """Returns the calls at declared sizes."""
     keys = [
         (number, dict(zip(entry.sizes, key, strict=True))) for number, entry in enumerate(exported) for key in all_keys(entry.sizes)
     ]
@@ -238,7 +238,7 @@ class _Programs:
         return results
 
     def changed(self) -> bool:
-        """Returns whether calls have written to a buffer."""
+        """Whether calls have written to a buffer."""
         return any(module.snapshot.changed() for module in self._modules.values())
 
     def reset(self) -> None:
@@ -248,7 +248,7 @@ class _Programs:
 
 
 def _pure(program: ExportedProgram) -> bool:
-    """Returns whether a program's results depend only on its inputs and weights, and the program writes to none of these."""
+    """Whether a program's results depend only on its inputs and weights, and the program writes to none of these."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     targets = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
     return not draws(program) and all(
@@ -261,7 +261,7 @@ def _pure(program: ExportedProgram) -> bool:
 
 @contextmanager
 def _programs(exported: Sequence[Exported], threads: int) -> Iterator[_Programs]:
-    """Yields the programs and sets the number of threads.  At the end it restores state and number of threads."""
+    """Yields the programs, with this number of threads.  Restores state and number of threads at the end."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     programs = _Programs(exported)

@@ -19,8 +19,8 @@ EVAL_NOTE = "left in training mode, put into eval() (--train keeps it)"
 def evaluated(source: Source, train: bool) -> Iterator[str]:
     """Puts the model into eval() unless `train`, and restores the modes of its modules at the end.
 
-    Yields a note, or "" if nothing changes: with `train`, for a model in eval mode, and for a model from torch.export, which has no
-    modes.  Raises source-invalid if the model's eval() fails."""
+    Yields a note, or "" if no mode changes.  A model from torch.export has no modes.  Raises source-invalid if the model's eval()
+    fails."""
     modes = [(module, module.training) for module in source.model.modules()]
     try:
         yield EVAL_NOTE if not train and put_into_eval(source) else ""

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Unsupported(Exception):
-    """Raised for an operation that may mix padding into valid elements.  Padding is the elements after the true size of an axis."""
+    """Raised for an operation that may mix padding (elements after the true size of an axis) into valid elements."""
 
 
 def data_size(size: Any) -> Any:
@@ -61,7 +61,7 @@ class Counts:
             self._wholes[expr] = whole
 
     def same(self, expr: Any, other: Any) -> None:
-        """Adds the size `expr`, which equals the defined size `other`.  Raises Unsupported as `define` does."""
+        """Adds a size that equals the defined size `other`.  Raises Unsupported as `define` does."""
         self.define(expr, self.of(other), self._bounds.get(other), self._wholes.get(other))
 
     def lowest(self, low: Mapping[Any, int]) -> dict[Any, int]:
@@ -149,7 +149,7 @@ class Counts:
 
 
 def _largest(size: Any) -> Any:
-    """Returns the largest value of a size, computed from the ranges of its symbols in the export."""
+    """Returns the largest value of a size, by the export's ranges of its symbols."""
     return size.node.shape_env.bound_sympy(size.node.expr).upper if isinstance(size, torch.SymInt) else size
 
 

@@ -46,7 +46,7 @@ class FixedSizes:
     """`program` has no size that depends on data, unless `unsupported` names an unsupported operation.
 
     `assumes`: an assertion about sizes was removed, because the answers of the path imply it.  `counts`: (number of a result,
-    padded axis).  For each of them the program returns the true size, an int64 scalar, after the model's results.
+    padded axis).  For each, the program returns the true size (int64 scalar) after the model's results.
     """
 
     program: ExportedProgram

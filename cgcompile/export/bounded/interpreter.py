@@ -57,8 +57,8 @@ class Interpreter:
     """Runs nodes.  `values`: inputs from the rest of the program, then also the padded results.  `counts`: the true sizes.
     `same`: node -> the first node with the same computation.  `told_gpu`: the bundle is for a GPU.
 
-    Eager PyTorch raises for an index beyond the selected rows.  Here such an index becomes one that is out of bounds, except with
-    `told_gpu`: on a GPU it would access other memory, or make the GPU unusable.
+    Eager PyTorch raises for an index beyond the selected rows.  Such an index becomes one out of bounds, but not with `told_gpu`:
+    on a GPU it would access other memory, or make the GPU unusable.
     """
 
     def __init__(
@@ -223,8 +223,7 @@ class Interpreter:
         return aten.index.Tensor(self.values[inputs["self"]], indices)
 
     def _positions_in(self, node: Node, source: Node, axis: int, *, negative: bool = False) -> Tensor:
-        """Returns indices along an axis of a tensor, with 0 in the padding.  `negative`: indices below 0 count from the last valid
-        row."""
+        """Returns indices along an axis of a tensor, with 0 in the padding.  `negative`: -1 is the last valid row."""
         positions = self.counts.masked(self.values[node], node_axes(node))
         size = node_axes(source).get(axis)
         if size is None:
@@ -319,7 +318,7 @@ class Interpreter:
         return parts
 
     def _joined(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """Concatenates tensors along a bounded axis.  The result has the valid elements of all parts first."""
+        """Concatenates tensors along a bounded axis.  Valid elements of all parts come first."""
         parts = inputs["tensors"]
         axis = inputs["dim"] % node.meta["val"].dim()
         if axis not in node_axes(node) or any(part.meta["val"].dim() != node.meta["val"].dim() for part in parts):
@@ -372,8 +371,8 @@ def _sizes(result: Any) -> list[Any]:
 
 
 def chain(nodes: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
-    """Returns the nodes, in order, that compute the outputs with data-dependent sizes from values of fixed sizes.  If a node has
-    several results, all of them are included."""
+    """Returns the nodes, in order, that compute outputs with data-dependent sizes from values of fixed sizes.  Includes all results
+    of a node that has several."""
     waiting, region = [node for node in outputs if depends(node)], set()
     while waiting:
         node = waiting.pop()

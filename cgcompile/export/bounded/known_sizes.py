@@ -72,7 +72,7 @@ def _size_comparison(node: Node) -> Any:
 
 
 def _number(argument: Any) -> Any:
-    """Returns the sympy expression of a whole number, or of a size that was converted to a tensor; None for another value."""
+    """Returns the expression of a whole number, or of a size converted to a tensor; None for another value."""
     if isinstance(argument, int | float):
         return sympy.Integer(argument) if argument == int(argument) else None
     while isinstance(argument, Node) and argument.target in (aten._to_copy.default, aten.to.dtype):

@@ -29,8 +29,8 @@ EMPTY = "that something is selected, of which a smallest or largest element is t
 class ResultInterpreter(Interpreter):
     """An Interpreter that also runs operators that take selected rows and return a tensor of fixed size.
 
-    Some operations fail if nothing is selected.  It adds an assertion to them, which runs on the host if the bundle is for a GPU.
-    `low`: lower bounds of sizes on this path, by symbol (default 0).
+    It adds an assertion to an operation that fails on an empty selection.  With `told_gpu` this runs on the host.  `low`: lower
+    bounds of sizes on this path, by symbol (default 0).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ResultInterpreter(Interpreter):
         self.values[node] = result
 
     def _put(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
-        """Runs `x[mask] = values` if `values` has one row for each row that the same mask selected; or `x[positions] = values`."""
+        """Runs `x[mask] = values` if `values` has a row for each row that this mask selected; or `x[positions] = values`."""
         target, indices, rows = inputs["self"], inputs["indices"], inputs["values"]
         if indices and all(index is None or index.meta["val"].dtype not in MASKS for index in indices):
             return self._put_at(node, target, indices, rows, inputs["accumulate"])
@@ -214,7 +214,7 @@ class ResultInterpreter(Interpreter):
         return aten.kthvalue.default(self._whole(inputs, nan), k, axis, inputs["keepdim"])
 
     def _count(self, source: Node) -> Tensor:
-        """Returns the number of valid elements of a tensor."""
+        """Returns the number of valid elements."""
         value, axes = self.values[source], node_axes(source)
         fixed = 1
         for axis, size in enumerate(value.shape):

@@ -59,7 +59,7 @@ def _lift(module: GraphModule) -> bool:
 
 
 def _add_operand(module: GraphModule, node: Node, body: GraphModule, inner: Node) -> None:
-    """Adds the tensor that node `inner` of `body` reads to the operands of `node`, and an input to all of its bodies."""
+    """Makes the tensor that node `inner` of `body` reads an operand of `node` and an input of its bodies."""
     value = getattr(body, str(inner.target))
     with module.graph.inserting_before(node):
         outer = module.graph.get_attr(add_attribute(module, "body_constant", value))
@@ -89,7 +89,7 @@ def _placeholder(graph: Graph, name: str, before: Node, like: Node) -> Node:
 
 
 def _tensors(module: GraphModule) -> list[Node]:
-    """Returns one node for each tensor attribute that the module's graph reads.  Merges duplicate nodes, in place."""
+    """Returns one node for each tensor attribute that the graph reads, and merges duplicate nodes."""
     first: dict[str, Node] = {}
     for node in list(module.graph.nodes):
         name = str(node.target)

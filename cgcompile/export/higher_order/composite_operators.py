@@ -60,9 +60,8 @@ def grouped_product(
     """Multiplies rows (s, k) by the matrix of their group (g, k, n); the result is (s, n).  `offs` (g): the row after each group.
     Rows after the last group become 0.
 
-    PyTorch's operator reads `offs` on the host unless the operands are bfloat16 on a GPU of compute capability 9 or more.  For
-    these operands, returns NotImplemented.  All rows are multiplied by every matrix, so no size depends on data, but the work
-    grows with the number of groups.
+    PyTorch's operator reads `offs` on the host unless the operands are bfloat16 on a GPU of compute capability 9 or more; then this
+    returns NotImplemented.  All rows are multiplied by every matrix: the work grows with the groups, but no size depends on data.
     """
     capable = rows.dtype == torch.bfloat16 and rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= (9, 0)
     if rows.dim() != 2 or matrices.dim() != 3 or offs is None or bias is not None or capable:

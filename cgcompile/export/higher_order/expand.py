@@ -30,7 +30,7 @@ VMAP = "torch._functorch.predispatch"
 
 def expanded(program: ExportedProgram) -> ExportedProgram:
     """Returns `program` without these operators, or the same program if it has none.  An operator whose stack trace has no line of
-    the model gets the stack trace of the nearest node that uses its result."""
+    the model gets that of the nearest node that uses its result."""
     if any(_higher_order(node) for node in program.graph.nodes):
         program = _without_loops(program)
     nodes = [node for module in _graphs(program.graph_module) for node in module.graph.nodes]

@@ -19,8 +19,7 @@ from .inline import Results, body_of, fake_mode, inline
 
 
 def flex_attention(module: GraphModule, node: Node) -> Results | None:
-    """Expands flex_attention(query, key, value, score, block_mask, scale, options, buffers of the score, buffers of the mask).
-    Returns None if that is not possible."""
+    """Expands flex_attention(query, key, value, score, block_mask, scale, options, buffers of the score, buffers of the mask)."""
     mode = fake_mode(node)
     if mode is None:
         return None

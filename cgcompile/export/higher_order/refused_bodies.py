@@ -1,6 +1,6 @@
 """Short error messages for bodies of `torch.cond` and `torch.while_loop` that torch refuses, some also in eager PyTorch.
 
-torch's messages (2.11, 2.13) have about thirty lines.  The first line does not name the cause, or no line names the model's line.
+torch's messages (2.11, 2.13) have about thirty lines.  Either the first does not name the cause, or the model's line is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .conditionals import bodies, higher_order, is_conditional
 OPERATOR = re.compile(r"Higher Order Operator: (torch\.\w+)")
 
 INTRODUCTION = "This higher order operator doesn't work"
-"""Start of a line in torch's messages that does not name the cause."""
+"""Start of a line of torch's that does not name the cause."""
 
 ALIASING, MUTATION = "Encountered aliasing", "Input mutation detected"
 """Texts of torch 2.11; later versions accept such bodies."""

@@ -6,4 +6,4 @@ run the same operations again, and `merge` builds one program.  `verify` compare
 """
 
 MAX_PATHS = 64
-"""Default of the maximum number of paths through a model's Python code.  Every path is exported, which takes time."""
+"""Default maximum number of paths through a model's Python code.  Each costs an export."""

@@ -19,7 +19,7 @@ ENDLESS = f"{WHILE_FIX}; --max-paths sets how many iterations are tried"
 TOO_MANY = "raise --max-paths, or select with torch.where"
 
 TURNS = 4
-"""After this many equal answers, a position in Python is probably a loop.  An extra trace then tests whether the loop ends."""
+"""A position with this many equal answers is probably a loop.  An extra trace then tests whether the loop ends."""
 
 RESTARTS = 3
 """Maximum number of times that all lines are traced again with other preferred answers (see `TracedPaths._restart`)."""
@@ -27,16 +27,16 @@ RESTARTS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Branch:
-    """The path with the other answer to a question.  `other`: its line, or the error that the model raises.  `join`: where the two
-    lines join again; None if the model raises."""
+    """The path with the other answer to a question.  `other`: its line, or the error that the model raises.  `join`: where the
+    lines join; None if the model raises."""
 
     other: Line | Raised
     join: Join | None
 
 
 class PathsRefused(Exception):
-    """Raised if the paths of a model cannot become one program.  `obstacle`: the reason, and the source line of the question.  It
-    becomes the `__cause__` of a ModelError."""
+    """The paths of a model cannot become one program.  `obstacle`: the reason, and the source line of the question.  Is the
+    `__cause__` of a ModelError."""
 
     def __init__(self, code: str, question: Question | TooManyTurns, reason: str, hint: str = "") -> None:
         super().__init__(reason)
@@ -46,13 +46,13 @@ class PathsRefused(Exception):
 
 
 class _Restart(Exception):
-    """Raised if preferred answers changed, so that all lines must be traced again."""
+    """Raised if preferred answers changed: all lines must be traced again."""
 
 
 class TracedPaths:
-    """The lines of a model's paths, which are traced when they are needed.
+    """The lines of a model's paths, traced on demand.
 
-    `attempt` exports the model, with the answers in `flat.way`.  `most`: the maximum number of lines.
+    `attempt` exports the model, with the answers in `flat.way`.  `most`: maximum number of lines.
     """
 
     def __init__(self, flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int) -> None:
@@ -139,8 +139,7 @@ class TracedPaths:
 
     def _check_bounded(self, line: Line, number: int, forced: tuple[bool, ...]) -> None:
         """Raises PathsRefused (data-dependent-branch) for a loop without a bound.  After TURNS equal answers at one position it
-        traces the path on which this position always gets that answer.  Without a bound, every number of iterations would be a
-        line."""
+        traces the path on which this position always gets that answer.  Otherwise each number of iterations would become a line."""
         spot, answer = line.questions[number].spot, forced[number]
         earlier_answers = [question.answer for question in line.questions[:number] if question.spot == spot]
         if earlier_answers == [answer] * TURNS:

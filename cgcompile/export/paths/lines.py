@@ -35,7 +35,7 @@ TORCH_STOPS = (
     DataDependentOutputException,
     UnsupportedOperatorException,
 )
-"""Errors that torch raises in the model's code for operations that it cannot trace."""
+"""torch's errors in the model's code for operations that it cannot trace."""
 
 Slot = tuple[str, Any]
 """An output of a line: (kind of mutation, name) for a buffer or input that it writes, or ("result", number).  ("count", (result,
@@ -56,8 +56,8 @@ class Line:
     """The program of one path.  `answers`, `questions`: on this path, in order.  `asks`, `reads`, `sizes`: as in TracedWay.
     `exported`: the program before it became functional.  `writes`: the model's code writes to tensors in place.  `changed`: changed
     attributes.  `assumes`, `unsupported`: as in FixedSizes.  `markers`: positions of the questions in `nodes`.  `live`: for each
-    question, the tensors in Python variables, by name, and the condition as "asked".  `keys`: nodes of any lines that compute the
-    same value have equal keys.  `at`: position of each node."""
+    question, the tensors in Python variables, by name, and the condition as "asked".  `keys`: equal for nodes, also of two lines,
+    with the same value.  `at`: position of each node."""
 
     answers: tuple[bool, ...]
     asks: tuple[bool, ...]
@@ -232,7 +232,7 @@ def _digest(value: Any) -> str:
 
 
 def _text(module: Any) -> str:
-    """Returns the text of a graph that an operator calls, including inner graphs."""
+    """Returns the text of a graph, including inner graphs."""
     if not isinstance(module, GraphModule):
         return str(id(module))
     inner = [_text(getattr(module, str(node.target))) for node in module.graph.find_nodes(op="get_attr")]

@@ -1,5 +1,5 @@
-"""Merges all lines into one program.  Common operations occur once.  Each question becomes a `torch.cond`, whose bodies have the
-operations of the two lines until they join.
+"""Merges all lines into one program.  Common operations occur once.  Each question becomes a `torch.cond`, whose bodies are the
+lines until they join.
 
 Private interfaces (torch 2.11, 2.13): the order of the arguments of `torch.cond` as an operator, `FakeTensor.fake_mode`,
 `torch._dispatch.python.enable_python_dispatcher`, `ShapeEnv.ignore_fresh_unbacked_symbols`.
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 
 class Unjoinable(Exception):
-    """Raised if operations after a join need a value that only one of the lines computes."""
+    """Raised if operations after a join need a value that only one line computes."""
 
     def __init__(self, line: Line, number: int, position: int) -> None:
         super().__init__(number)
@@ -47,8 +47,8 @@ class Unjoinable(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Closed:
-    """The operations of `line` from question `number` to the join, which are inside a branch.  `common`: keys of the operations of
-    the other line before the join."""
+    """The operations of `line` from question `number` to the join, which are inside a branch.  `common`: the other line's keys
+    before the join."""
 
     line: Line
     number: int
@@ -67,7 +67,7 @@ class _Closed:
 
 class _Body:
     """A graph under construction: the program (`parent` is None), or a branch.  `values`: node by key.  `joined`: keys of values
-    that a branch returned.  `taken`: node of `parent` -> its placeholder in this graph.  `closed`: finished branches."""
+    that a branch returned.  `taken`: node of `parent` -> placeholder here.  `closed`: finished branches."""
 
     def __init__(self, parent: _Body | None, mode: Any, root: Line) -> None:
         self.graph = Graph()
@@ -153,8 +153,8 @@ class _Body:
 
 
 def merged(traced: TracedPaths, root: Line, told_gpu: bool) -> tuple[ExportedProgram, GraphModule]:
-    """Returns the program of all lines, and its graph before functionalization.  In this graph, `meta["question"]` of a branch has
-    the answers before the question.  Raises Unjoinable, PathsRefused."""
+    """Returns the program of all lines, and its graph before functionalization.  There, `meta["question"]` of a branch has the
+    answers before the question.  Raises Unjoinable, PathsRefused."""
     program = root.program
     inputs = placeholders(program)
     mode = next(value.fake_mode for node in inputs for value in [node.meta.get("val")] if hasattr(value, "fake_mode"))
@@ -241,8 +241,7 @@ def _outputs(body: _Body, root: Line, counted: CountedResults, slots: dict[Slot,
 def _emit(
     traced: TracedPaths, counted: CountedResults, body: _Body, line: Line, start: int, stop: int, told_gpu: bool
 ) -> dict[Slot, Any]:
-    """Adds the operations and branches of a line between two positions.  Returns the outputs by slot if the line ends there, else
-    {}."""
+    """Adds the operations and branches of a line between two positions.  Returns the outputs by slot, or {} before the end."""
     numbers = {position: number for number, position in enumerate(line.markers)}
     position = start
     while position < stop:
@@ -364,8 +363,7 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _constants(left: Sequence[Any], right: Sequence[Any]) -> dict[int, Any]:
-    """Returns {position: value} of results that are not tensors.  They belong to the result's structure, so they are equal on both
-    sides."""
+    """Returns {position: value} of results that are not tensors.  They are part of `Line.result`, so both sides have the same."""
     return {place: one for place, (one, _) in enumerate(zip(left, right, strict=True)) if not isinstance(one, Node)}
 
 

@@ -125,7 +125,7 @@ class _Number:
                     self._graph.erase_node(node)
 
     def _replace(self, user: Node) -> None:
-        """Replaces an operation by one with the tensor instead of the number."""
+        """Replaces an operation on a number by one on a tensor."""
         if user.target in FILLED:
             self._fill(user)
             return
@@ -145,7 +145,6 @@ class _Number:
         self._graph.erase_node(user)
 
     def _fill(self, user: Node) -> None:
-        """Replaces an operator that fills a new tensor with the number."""
         wanted_value = user.meta["val"]
         sizes = user.args[0] if user.target is aten.full.default else []
         with self._graph.inserting_before(user):

@@ -23,9 +23,9 @@ from .verify import reached, verify
 
 
 class WayStopped(Exception):
-    """torch cannot trace an operation on a path that the model's Python can take.  This is the `__cause__` of a ModelError.
+    """torch cannot trace an operation on a path that the model's Python can take.  Is the cause of a ModelError.
 
-    `obstacle`: has the model's line.  `__cause__`: torch's error.
+    `obstacle`: has the user's line.  `__cause__`: torch's error.
     """
 
     def __init__(self, obstacle: Obstacle, cause: BaseException) -> None:
@@ -91,8 +91,7 @@ def _stopped(error: ModelError, cause: BaseException) -> tuple[ModelError, Obsta
 
 
 def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterator[Obstacle]:
-    """Yields obstacles for attributes that the first calls do not change, but other paths do.  `early`: names that a path reads
-    before it assigns them."""
+    """Yields obstacles for attributes that only paths outside the first calls change.  `early`: read by a path before assigned."""
     for name in names:
         where, line = assignment_place(flat.model, name)
         rule = "mutated-attribute" if name in early else ASSIGNED

@@ -21,13 +21,13 @@ from .lines import Line
 from .tree import Tree
 
 MOST = 64
-"""Maximum number of paths of a tree that are compared.  Paths of a larger tree are sampled at random."""
+"""Maximum number of compared paths.  Paths of a larger tree are sampled at random."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Path:
-    """One path through a tree.  `answers`: (answers before a question in its line, answer to the question).  `asks`, `reads`,
-    `sizes`: as in TracedWay."""
+    """One path through a tree.  `answers`: (answers before a question in its line, its answer).  `asks`, `reads`, `sizes`: as in
+    TracedWay."""
 
     answers: tuple[tuple[tuple[bool, ...], bool], ...]
     asks: tuple[bool, ...]
@@ -36,8 +36,7 @@ class Path:
 
 
 class _Walk:
-    """Follows one path of a tree.  `choose` says for each question with two lines, by its number among these, whether to take the
-    other answer."""
+    """Follows one path of a tree.  `choose(number)`: whether to take the other answer to the next question with two lines."""
 
     def __init__(self, traced: TracedPaths, choose: Callable[[int], bool]) -> None:
         self._traced, self._choose = traced, choose
@@ -48,8 +47,8 @@ class _Walk:
         self.choices: list[bool] = []
 
     def along(self, line: Line, start: int, stop: int, begin: _Counts) -> bool:
-        """Follows a line from question `start` to question `stop` or its end.  `begin`: the counts at `start`.  Returns False if
-        the path ends before `stop`."""
+        """Follows a line from question `start`, with counts `begin`, to question `stop` or its end.  Returns False if the path ends
+        before `stop`."""
         number = start
         while number < min(stop, len(line.questions)):
             question = line.questions[number]
@@ -84,7 +83,7 @@ class _Walk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Counts:
-    """The number of answers, numbers and sizes that Python read before a point of a line."""
+    """How many answers, numbers and sizes Python read before a point of a line."""
 
     asks: int = 0
     reads: int = 0
@@ -113,7 +112,7 @@ def paths(tree: Tree, most: int = MOST) -> Iterator[Path]:
 
 
 class _ForcedModule(torch.nn.Module):
-    """The program with forced answers.  `taken`: answers before a question in its line -> answer to the question."""
+    """The program with forced answers.  `taken`: answers before a question in its line -> its answer."""
 
     def __init__(self, module: ProgramModule, tree: Tree, taken: Mapping[tuple[bool, ...], bool]) -> None:
         super().__init__()
@@ -165,7 +164,7 @@ class _Noting(Interpreter):
 
 
 def reached(tree: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> dict[tuple[bool, ...], set[bool]]:
-    """Runs the program with these inputs.  Returns {answers before a question in its line: answers to the question}."""
+    """Runs the program with these inputs.  Returns {answers before a question: answers to it}."""
     answers: dict[tuple[bool, ...], set[bool]] = {}
     module = ProgramModule([tree.program])
     program: Any = module.programs[0]

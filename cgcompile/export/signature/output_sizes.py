@@ -65,8 +65,7 @@ def _plus(size: Size, number: int) -> Size:
 
 
 def _sum(points: Points, terms: Sequence[tuple[str, ...]]) -> Size | None:
-    """Returns an integer plus integer multiples of the terms (products of dimensions).  Returns None unless exactly one such
-    expression is right at all points."""
+    """Returns an integer plus integer multiples of the terms (products of dimensions), or None unless there is one solution."""
     rows = [[Fraction(1), *[_product(sizes, term) for term in terms], Fraction(value)] for sizes, value in points]
     factors = _solved(rows, 1 + len(terms))
     if factors is None or any(factor.denominator != 1 for factor in factors):

@@ -56,8 +56,8 @@ def describe_signature(exported: Exported) -> Signature:
 def symbols_of(
     source: Source, program: ExportedProgram, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> dict[Any, Size]:
-    """Returns {symbol of the export: its size in terms of the declared dimensions}.  Raises size-excluded for a declared size that
-    violates the export's constraints."""
+    """Returns {the export's symbol: size in the declared dimensions}.  Raises size-excluded for a declared size that violates the
+    export's constraints."""
     user = set(program.graph_signature.user_inputs)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
     by_symbol: dict[Any, Size] = {}
@@ -105,7 +105,7 @@ def _widest(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
 
 
 def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
-    """Returns the spec of an output of programs with constant sizes.  Its shape is derived from shapes in eager PyTorch.  Raises
+    """Returns the spec of an output of programs with constant sizes, with a shape from eager PyTorch.  Raises
     structure-unsupported if its dtype or number of axes changes with the sizes, shape-irregular if its sizes follow no rule."""
     label, nodes = exported.source.label, []
     for _, program in exported.programs.distinct:

@@ -1,4 +1,4 @@
-"""Classes for lowerings that are verified and timed, and for the reasons why others are left out."""
+"""Lowerings that are verified and timed, and the reasons why others are left out."""
 
 from __future__ import annotations
 

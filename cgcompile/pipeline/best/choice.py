@@ -1,4 +1,4 @@
-"""Chooses a lowering for every int_key from measured times.  Pure functions."""
+"""Chooses a lowering for every int_key from measured times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def choose(times: Mapping[IntKey, Times], conflicts: Collection[frozenset[str]] 
     have the same lowering.
 
     `times`: the same lowerings for every key, at least one.  `conflicts`: pairs that cannot be in one bundle.  If both of a pair
-    are chosen, one of them is left out, so that the total time of all keys is smallest.
+    are chosen, one is left out, so that the total time of all keys is smallest.
     """
     left_out: set[str] = set()
     while True:

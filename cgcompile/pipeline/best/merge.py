@@ -1,7 +1,7 @@
-"""Merges recordings of a program with different lowerings: every int_key gets the graphs of its chosen lowering.  Pure functions.
+"""Merges recordings of a program with different lowerings: every int_key gets the graphs of its chosen lowering.
 
 Weights, state and inputs have the same offsets in all recordings.  Each recording appends tables to memory `weights`, and donated
-outputs to memory `arena`.  These ranges are moved so that they do not overlap, and the addresses that point to them are changed.
+outputs to memory `arena`.  These ranges are moved so that they do not overlap, and addresses that point to them are changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Move:
 def beside_each_other(parts: Mapping[str, Recorded], weights_end: int) -> dict[str, Recorded]:
     """Moves tables so that they do not overlap.  Equal tables share an offset.  All recordings reserve the same arena ranges.
 
-    `weights_end`: the byte of memory `weights` at which the program's tensors end and the tables begin.
+    `weights_end`: where the program's tensors end in memory `weights`, and the tables begin.
     """
     needs: dict[str, int] = {}
     for recorded in parts.values():
@@ -67,8 +67,7 @@ def conflicts(recordings: Mapping[str, Recorded]) -> set[frozenset[str]]:
 
 
 def merged(recordings: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> Recorded:
-    """Returns one recording that has each key's graphs from its chosen recording.  `recordings`: the results of
-    `beside_each_other` for recordings that are each chosen for a key."""
+    """Returns one recording, with each key's graphs from its chosen one.  `recordings`: of `beside_each_other`, all chosen."""
     first = next(iter(recordings.values()))
     graphs = {key: recordings[chosen[key]].graphs[key] for key in first.graphs}
     used = {function.image for key_graphs in graphs.values() for graph in key_graphs for function in graph.recording.functions}
@@ -89,7 +88,7 @@ def merged(recordings: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> 
 
 
 def _arena_moves(ranges: Sequence[DonatedRange], shared: Sequence[DonatedRange]) -> tuple[Move, ...]:
-    """Returns the moves of each entry's reserved range to its shared range, and of the remaining arena to the end of these."""
+    """Returns moves of each entry's reserved range to its shared range, and of the rest of the arena after these."""
     if not ranges:
         return ()
     new = {row.entry: row.offset for row in shared}

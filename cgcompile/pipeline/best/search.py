@@ -1,5 +1,4 @@
-"""Records every lowering.  Lowerings that use the GPU are recorded one after the other.  Cross-compiling, which needs only the CPU,
-runs at the same time."""
+"""Records every lowering: on the GPU one after the other, and at the same time by cross-compiling, which needs only the CPU."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ GraphTimes = dict[tuple[str, IntKey], tuple[float, ...]]
 """(entry, int_key) -> times of its graphs, in microseconds."""
 
 MARGIN = 1 << 30
-"""Maximum bytes of GPU memory that a loaded bundle needs beside its memories, for the CUDA context and graphs."""
+"""Maximum bytes of GPU memory that a loaded bundle needs beside its memories: CUDA context, graphs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class TimingJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """`times`: bundle name -> times.  `failed`: name of a bundle that could not be timed -> its error."""
+    """By bundle name, the times.  `failed`: errors of bundles that could not be timed."""
 
     times: Mapping[str, GraphTimes]
     failed: Mapping[str, BuildError]
@@ -44,7 +44,7 @@ def time_graphs(bundles: Mapping[str, Path], needs: Mapping[str, int], free: int
         try:
             return Timed(times=_worker_times(list(bundles), bundles, folder), failed={})
         except BuildError:
-            pass  # one bundle made the process fail, so each bundle is timed in its own process
+            pass  # one bundle made the process fail: each one gets a process
     times: dict[str, GraphTimes] = {}
     failed: dict[str, BuildError] = {}
     for name in bundles:

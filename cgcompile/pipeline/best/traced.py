@@ -92,7 +92,7 @@ def trace(
 
 
 def _on_cpu(programs: Programs) -> Programs:
-    """Copies the programs to the CPU.  Weights that are one tensor on the GPU are one tensor on the CPU, too."""
+    """Copies the programs to the CPU.  Weights that share a tensor still share one."""
     copies: dict[object, torch.Tensor] = {}
 
     def copied(value: torch.Tensor) -> torch.Tensor:

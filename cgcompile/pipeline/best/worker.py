@@ -53,15 +53,15 @@ def work(job: TimingJob) -> list[GraphTimes]:
 
 
 def _times(programs: Sequence[LoadedProgram], entry: EntrySpec, row: Program, number: int) -> list[tuple[float, ...]]:
-    """Returns, for each program, the median times of its graphs in microseconds.  The programs take turns."""
+    """Returns the median times of each program's graphs, in microseconds.  The programs take turns."""
     timers = [_timer(program, entry, row, number) for program in programs]
     rounds = [[timer() for timer in timers] for _ in range(ROUNDS)]
     return [tuple([median(samples) for samples in zip(*timings, strict=True)]) for timings in zip(*rounds, strict=True)]
 
 
 def _timer(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) -> Timer:
-    """Times launches if the program is a single graph that changes neither inputs nor state and draws no random numbers.  Other
-    programs are timed in complete calls from the initial state, because data of earlier launches could contain invalid indices."""
+    """Times launches if the program is one graph that changes no inputs and no state, and draws no random numbers.  Times other
+    programs in complete calls from the initial state, because data of earlier launches could contain invalid indices."""
     pure = not (entry.mutated_inputs or entry.mutated_buffers) and program.manifest.random is None
     if pure and [step.kind for step in row.steps] == ["graph"]:
         return _launches(program, entry, row, number)
@@ -69,7 +69,7 @@ def _timer(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) 
 
 
 def _launches(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) -> Timer:
-    """Times a program with a single graph by many launches between two events."""
+    """Times many launches of the only graph between two events."""
     _call(program, entry, row)
     backend = program._backend
     assert isinstance(backend, CudaBackend)

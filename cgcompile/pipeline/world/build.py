@@ -1,4 +1,4 @@
-"""Builds all ranks of a model at the same time, each like a model for one device, in its own process.  Joins them to one bundle.
+"""Builds all ranks at the same time, each in its own process, like a model for one device.  Joins them to one bundle.
 
 Rank 0's files are at the top of the bundle.  The others are in `ranks/1`, `ranks/2`, and so on, without the kernel images that rank
 0 has.  All processes run the same stages.  They synchronize at each collective that eager PyTorch runs: see `bundle/ranks.py`.
@@ -35,8 +35,7 @@ from .worker import RankJob
 
 
 def build_world(model: Any, options: Options) -> Built:
-    """Runs `cgcompile.build` with `world`.  Raises the errors of a rank's build, and bundle-refused if the ranks do not fit
-    together."""
+    """Runs `cgcompile.build` with `world`.  Raises the errors of a rank's build, and bundle-refused for ranks that do not match."""
     assert options.world is not None
     size, stages = options.world, Stages(options.progress)
     label = os.fspath(model)
