@@ -37,7 +37,7 @@ COMBINING_DIM = frozenset({
 """Operators that combine or move elements along the axes in their argument `dim` or `dims`, and along no other axis."""
 
 CUMULATIVE = frozenset(["cumsum", "cumprod", "logcumsumexp"])
-"""Operators whose result at a position depends only on the elements up to this position.  Padding comes after valid elements."""
+"""Operators whose result at a position depends only on elements up to it.  Padding comes after valid elements."""
 
 MATRIX_PRODUCTS = ("linear", "addmm")
 """Operators that sum along the last axis of their left matrix."""

@@ -16,7 +16,7 @@ from .conditionals import bodies, higher_order, is_conditional
 OPERATOR = re.compile(r"Higher Order Operator: (torch\.\w+)")
 
 INTRODUCTION = "This higher order operator doesn't work"
-"""Start of a line of torch's that does not name the cause."""
+"""Start of a line of torch's message that does not name the cause."""
 
 ALIASING, MUTATION = "Encountered aliasing", "Input mutation detected"
 """Texts of torch 2.11; later versions accept such bodies."""

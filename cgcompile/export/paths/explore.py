@@ -35,8 +35,8 @@ class Branch:
 
 
 class PathsRefused(Exception):
-    """The paths of a model cannot become one program.  `obstacle`: the reason, and the source line of the question.  Is the
-    `__cause__` of a ModelError."""
+    """The paths of a model cannot become one program.  `obstacle`: the reason, and the source line of the question.  The
+    exception is the `__cause__` of a ModelError."""
 
     def __init__(self, code: str, question: Question | TooManyTurns, reason: str, hint: str = "") -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""Finds where two lines that split at a question join again.  From there, both compute the same function of Python's tensors."""
+"""Finds where two lines that split at a question join again.  From there, both run the same operations."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .verify import reached, verify
 
 
 class WayStopped(Exception):
-    """torch cannot trace an operation on a path that the model's Python can take.  Is the cause of a ModelError.
+    """torch cannot trace an operation on a path that the model's Python can take.  It is the cause of a ModelError.
 
     `obstacle`: has the user's line.  `__cause__`: torch's error.
     """
@@ -91,7 +91,8 @@ def _stopped(error: ModelError, cause: BaseException) -> tuple[ModelError, Obsta
 
 
 def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterator[Obstacle]:
-    """Yields obstacles for attributes that only paths outside the first calls change.  `early`: read by a path before assigned."""
+    """Yields obstacles for attributes that only paths outside the first calls change.  `early`: names that a path reads before
+    it assigns them."""
     for name in names:
         where, line = assignment_place(flat.model, name)
         rule = "mutated-attribute" if name in early else ASSIGNED

@@ -82,8 +82,8 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
 
 
 def _check_assumed(traced: TracedPaths, root: Line) -> None:
-    """Raises PathsRefused if one line relies on its answers about sizes, and another line, which may join it, could not be
-    rewritten to fixed sizes."""
+    """Raises PathsRefused if one line relies on its answers about sizes, and another, which may join it, could not be rewritten to
+    fixed sizes."""
     if any(line.assumes for line in traced.lines) and (refused := _unbounded(traced, root)):
         raise refused
 

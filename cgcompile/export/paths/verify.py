@@ -1,4 +1,4 @@
-"""Compares every path with eager PyTorch.  In both, the answers to the questions are forced, whatever the input values are."""
+"""Compares every path with eager PyTorch.  In both, the answers to the questions are forced, for any input values."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ KEEPING = frozenset({
     aten.transpose.int, aten.unflatten.int, aten.unsqueeze.default, aten.view.default,
     aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default,
 })  # fmt: skip
-"""Operators whose result has all elements of their first argument.  Casts belong to them if the new dtype can represent the old."""
+"""Operators whose result has all elements of their first argument.  Casts count if the new dtype can represent the old one."""
 
 SHIFTING = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
 """Operator that adds or subtracts a constant second argument -> sign."""

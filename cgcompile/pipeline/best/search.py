@@ -1,4 +1,4 @@
-"""Records every lowering: on the GPU one after the other, and at the same time by cross-compiling, which needs only the CPU."""
+"""Records lowerings on the GPU one after the other.  Cross-compiling needs only the CPU, and runs at the same time."""
 
 from __future__ import annotations
 

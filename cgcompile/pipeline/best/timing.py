@@ -29,7 +29,7 @@ class TimingJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """By bundle name, the times.  `failed`: errors of bundles that could not be timed."""
+    """Times by bundle name.  `failed`: errors of bundles that could not be timed."""
 
     times: Mapping[str, GraphTimes]
     failed: Mapping[str, BuildError]
@@ -44,7 +44,7 @@ def time_graphs(bundles: Mapping[str, Path], needs: Mapping[str, int], free: int
         try:
             return Timed(times=_worker_times(list(bundles), bundles, folder), failed={})
         except BuildError:
-            pass  # one bundle made the process fail: each one gets a process
+            pass  # one bundle made the process fail, so each bundle is timed in its own process
     times: dict[str, GraphTimes] = {}
     failed: dict[str, BuildError] = {}
     for name in bundles:
