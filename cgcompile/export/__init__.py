@@ -1,3 +1,3 @@
-"""Exports a model with torch.export over flat tensors, with the declared dimensions dynamic.
-Has the exported program, its signature, and the names of its weights.
+"""Exports a model with torch.export.  The program takes and returns flat tensors; declared dimensions are dynamic.
+Also finds the program's signature, and the names of its weights.
 """

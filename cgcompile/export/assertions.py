@@ -1,5 +1,7 @@
-"""Rewrites the assertions of an exported program, and numbers that Python read from tensors, so that torch can load, trace and
-compile it again.  Messages name the model's line.  Private interface (torch 2.11, 2.13): `cast_symbool_to_symint_guardless`."""
+"""Rewrites assertions of an exported program, and numbers that Python read from tensors.  Then torch can load, trace and compile
+the program again.  An assertion's message has the model's source line.
+
+Private interface (torch 2.11, 2.13): `cast_symbool_to_symint_guardless`."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from cgbundle.cpu.host_region import ASSERTS
 from ..model.user_code import place
 
 torch.fx.node.has_side_effect(torch.ops.aten._assert_async.default)
-"""torch (2.11, 2.13) marks only the overload with a message, and drops this one as dead code from branches that it traces."""
+"""torch (2.11, 2.13) marks only the overload with a message, and removes this one as dead code from branches that it traces."""
 
 NUMBER_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range.default)
 """Assertions about numbers.  `sym_constrain_range_for_size` is missing because its numbers never have a single value."""
@@ -34,8 +36,8 @@ def settle_assertions(program: ExportedProgram) -> None:
 
 
 def _use_asserted_numbers(program: ExportedProgram) -> None:
-    """Replaces numbers that an assertion fixes to one value by constants, as in `torch._check(2 * n == 40)`; also numbers computed
-    from them.  Assertions keep using the read number, so only they and the read must run on the host."""
+    """Replaces a number, and numbers computed from it, by constants if an assertion allows one value: `torch._check(2 * n == 40)`.
+    Assertions still use the number itself, so only they and its read run on the host."""
     constants: dict[torch.fx.Node, int | float] = {}
     for node in list(program.graph.nodes):
         value, follows = node.meta.get("val"), not constants.keys().isdisjoint(node.all_input_nodes)
@@ -86,19 +88,19 @@ def asserted(nodes: Sequence[Node], message: str = "") -> str:
 
 
 def spelled(text: str) -> str:
-    """Replaces characters that an assertion's message may not have, and cuts it to SAID characters.  Inductor writes it into a C++
+    """Replaces characters that a message may not contain, and cuts the message to SAID characters.  Inductor writes it into a C++
     string literal without escaping quotes, backslashes or line breaks.  torch's CUDA kernel fails for 255 bytes or more
     (MAX_MSG_LENGTH in ATen/native/cuda/TensorCompare.cu)."""
     return re.sub("[^ -~]", "?", re.sub(r"\s+", " ", text.replace('"', "'").replace("\\", "/")))[:SAID]
 
 
 SAID = 240
-"""Most characters of an assertion's message."""
+"""Maximum number of characters in an assertion's message."""
 
 
 def spell_conditions(module: torch.fx.GraphModule) -> None:
-    """Replaces, in place, comparisons of a condition cast to a number with 1 by the condition itself.  torch 2.11 writes assertions
-    about a condition (torch._check_tensor_all) as such comparisons, which it cannot trace again.  Call it after every new trace."""
+    """Replaces `int(condition) == 1`, `>= 1` and (in assertions) `<= 1` by `condition`, in place.  torch 2.11 writes assertions of
+    torch._check_tensor_all in this form, and cannot trace the form again.  Call this function after every new trace."""
     for node in list(module.graph.nodes):
         if node.target is cast_symbool_to_symint_guardless:
             (condition,) = node.args

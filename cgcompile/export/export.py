@@ -1,6 +1,6 @@
-"""`export`: runs torch.export over flat tensors, with the declared dimensions dynamic or, if that fails, once per int_key.
+"""`export` runs torch.export over flat tensors, with the declared dimensions dynamic.  If that fails, it runs once per int_key.
 
-The model is wrapped so that inputs and outputs are tuples of tensors.  The nesting is kept as data (model/pytree.py).
+The model is wrapped so that inputs and outputs are tuples of tensors.  Their nesting is stored as data (model/pytree.py).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "data-depe
 """Codes of errors that stop torch.export."""
 
 OF_SHAPES = ("export-failed", "size-excluded")
-"""Errors that may not occur with constant sizes."""
+"""Codes of errors that constant sizes may avoid."""
 
 OF_VALUES = ("data-dependent-branch", "data-dependent-shape")
-"""Errors that may not occur with constant sizes, because values that depend only on sizes are then known."""
+"""Codes of errors that constant sizes may avoid, because values that depend only on sizes are then known."""
 
 ONE_SIZE = "calls write to state, and every dimension has one size"
-"""`Programs.reason` if sizes are constants: no call is padded, and each dimension has one size."""
+"""`Programs.reason` if sizes are constants because no call is padded and each dimension has one size."""
 
 PROBES = 8
-"""How many sizes of a dimension, besides the declared ones, eager PyTorch runs at to get the shapes of the outputs."""
+"""Maximum number of undeclared sizes of a dimension at which eager PyTorch runs to get output shapes."""
 
 
 def untold(text: str) -> None:
@@ -67,10 +67,10 @@ def export(
 ) -> Exported:
     """Exports one program for all sizes, or one for each int_key if torch.export cannot keep the dimensions dynamic.
 
-    Tensors of the model that it writes to become buffers.  If Python branches on the value of a tensor, the program may have one
-    side only: an obstacle says so, and `refuse_branches` refuses it.  `alone`: it is the only entry, so errors need not name it.
-    `elsewhere`: buffers that other entries write to, so that Python may not read their values.  `max_paths`: most paths through the
-    model's Python code that are exported.  `tell`: reports each of them.
+    Tensors of the model that it writes to become buffers.  If Python branches on the value of a tensor, the program may have only
+    one side.  Then the result has an obstacle, for which `refuse_branches` raises.  `alone`: the model has no other entry, so
+    errors need not name this one.  `elsewhere`: buffers that other entries write to; Python may not read their values.
+    `max_paths`: maximum number of exported paths through the model's Python code.  `tell`: reports progress.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
@@ -85,8 +85,8 @@ def export(
 
 
 def with_unwritten(exports: Sequence[Exported], max_paths: int = MAX_PATHS) -> list[Exported]:
-    """Returns the exports of one model's entries.  An entry in which Python read the value of a buffer is exported again without
-    that value if another entry writes to the buffer.  Raises what `export` does."""
+    """Returns the exports of one model's entries.  Exports an entry again without the value of a buffer if Python read the value,
+    and another entry writes to the buffer.  Raises the errors of `export`."""
     while True:
         writes = frozenset().union(*[entry.written for entry in exports])
         if all(entry.baked.keys().isdisjoint(writes) for entry in exports):
@@ -158,8 +158,8 @@ def _exported(
 
 def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes: frozenset[str]) -> tuple[_Draft, frozenset[str]]:
     """Exports the model so that Python can read the values of parameters and buffers that nothing writes to.  Excluded are
-    `elsewhere`, which other entries write to, and `writes`, which this entry is known to write to.  If Python read a value that
-    some path of the model writes to, it exports again without it.  Returns also all names that this entry writes to."""
+    `elsewhere`, which other entries write to, and `writes`, which this entry is known to write to.  If Python read the value of
+    a weight that a path writes to, exports again without this value.  Also returns all names that this entry writes to."""
     flat = job.flat
     first_effects, before = flat.earlier, list(calls)
     while True:
@@ -199,8 +199,8 @@ def refuse_branches(exported: Exported) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Job:
-    """The arguments of an export.  `shapes`: of the inputs.  `max_paths` and `tell`: as for `export`.  `constant`: calls write to
-    state, so no call is padded, and every dimension has one size; then sizes can be constants."""
+    """The arguments of an export.  `shapes`: of the inputs.  `max_paths` and `tell`: as for `export`.  `constant`: sizes can be
+    constants, since every dimension has one size, and calls write to state, so that no call is padded."""
 
     source: Source
     flat: FlatModule
@@ -217,7 +217,7 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Draft:
-    """Exported programs, the obstacles of their calls, and output shapes at further sizes."""
+    """Exported programs, their obstacles, and output shapes at further sizes."""
 
     programs: Programs
     obstacles: tuple[Obstacle, ...]
@@ -225,8 +225,8 @@ class _Draft:
 
 
 def _as_eager(job: _Job, calls: list[SideEffects]) -> _Draft:
-    """Exports the model.  If the program differs from eager PyTorch, exports again while `torch.compiler.is_exporting()` and others
-    return False.  If that shows branches on data, exports all paths through its Python code.  Raises the first error otherwise."""
+    """Exports the model.  If the program differs from eager PyTorch, exports again while `torch.compiler.is_exporting()` and
+    others return False, then with all paths if the model branches on data.  If that does not help, raises the first error."""
     flat = job.flat
     first = flat.earlier
     try:
@@ -243,7 +243,7 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Draft:
             if error.code == "data-dependent-branch":
                 raise
     branches = [obstacle for call in calls for obstacle in call.obstacles if obstacle.rule == "data-dependent-branch"]
-    if branches:  # the exported path may be one that no data takes
+    if branches:  # perhaps no data leads to the exported path
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
         try:
             if draft := _followed(job, calls, str(why)):
@@ -251,7 +251,8 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Draft:
         except ModelError as error:
             if not isinstance(error.__cause__, WayStopped):
                 raise
-        cause = next((loop for loop in branches if loop.source.startswith("while ")), branches[0])  # a loop may have no bound
+        # the error names a loop, if there is one, since a loop may have no bound
+        cause = next((loop for loop in branches if loop.source.startswith("while ")), branches[0])
         raise branch(cause.where or job.source.label, cause.source, cause.message) from why
     raise why
 
@@ -260,7 +261,7 @@ def _draft(job: _Job, calls: Sequence[SideEffects]) -> _Draft:
     """Exports with dynamic dimensions, else once per size.  If both fail, it usually raises the dynamic export's error, which names
     the user's line.
 
-    With constant sizes Python may also read more values: positions and masks that are made from sizes alone are known then.
+    With constant sizes Python can read more values, such as positions and masks that are computed from sizes alone.
     """
     source, flat, sizes = job.source, job.flat, job.sizes
     if job.constant:
@@ -336,7 +337,7 @@ def _followed(job: _Job, calls: Sequence[SideEffects], reason: str) -> _Draft | 
 
 
 def _others(obstacles: Sequence[Obstacle]) -> list[Obstacle]:
-    """Returns the obstacles that are no branch on data."""
+    """Returns the obstacles that are not branches on data."""
     return [obstacle for obstacle in obstacles if obstacle.rule != "data-dependent-branch"]
 
 
@@ -405,12 +406,12 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
 
 
 def _branched(obstacles: Sequence[Obstacle]) -> bool:
-    """Whether an obstacle is a branch on data: the program has one side only, so it may differ from the model and is refused."""
+    """Whether an obstacle is a branch on data.  The program has only one side of it, so it may differ from the model."""
     return any(obstacle.rule == "data-dependent-branch" for obstacle in obstacles)
 
 
 def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
-    """Returns the output shapes of eager PyTorch at some sizes between the declared ones, which calls with padding may have."""
+    """Returns the output shapes of eager PyTorch at some undeclared sizes.  Calls that are padded may have such sizes."""
     probes = []
     for name, values in sizes.items():
         between = [size for size in range(1, values[-1] + 3) if size not in values]
@@ -418,7 +419,7 @@ def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...
         for size in between[::step] if between else ():
             probe_sizes = {**{other: size[0] for other, size in sizes.items()}, name: size}
             try:
-                with guarded_indices(source.device):  # a table of positions may end before such a size
+                with guarded_indices(source.device):  # the model may have a table of positions that is too short for this size
                     probes.append((probe_sizes, eager_shapes(source, flat, probe_sizes, sample(source, probe_sizes).tensors)))
             except ModelError:
                 continue  # eager PyTorch fails at this size: the verification of padding tests such calls

@@ -25,7 +25,7 @@ from .exported import EagerShapes
 from .signature.eager_check import try_eager
 
 COMPARED = 1 << 24
-"""Most elements of a weight that is copied to detect whether a call changes it."""
+"""A weight with more elements is not copied to detect whether a call changes it."""
 
 Counter = tuple[Obstacle, Any]
 """The obstacle for an attribute that counts calls, and its value before the first call."""
@@ -36,10 +36,10 @@ class FirstCalls:
     """The side effects of the first calls.
 
     `calls`: at the smallest and the largest sizes.  `shapes`: of their outputs.  `changes`: by name, attributes that every call
-    changes.  `counters`: by name, changed numbers and tensors that became buffers.  `holding`: for other changed attributes, the
-    added buffers that also hold their tensors, to test whether a result depends on them.  `outside`: obstacles from outside the
-    model (random numbers, time).  `written`: names of parameters and buffers that a call wrote to.  `first` and `second`: results
-    of two more calls at the smallest sizes.
+    changes.  `counters`: by name, changed numbers and tensors that became buffers.  `holding`: name of another changed attribute ->
+    buffers added for its tensors, to test whether a result depends on them.  `outside`: obstacles from outside the model (random
+    numbers, time).  `written`: names of parameters and buffers that a call wrote to.  `first` and `second`: results of two more
+    calls at the smallest sizes.
     """
 
     calls: tuple[SideEffects, ...]
@@ -64,7 +64,7 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
     before = states(generators(source.model, source.entry))
     shapes = _fill_caches(source, flat, sizes, calls)
     versions = {id(weight.tensor): version_of(weight.tensor) for weight in held_weights(source.model)}
-    drawn_from = generators(source.model, source.entry)  # a call may import NumPy
+    drawn_from = generators(source.model, source.entry)  # again, since a call may have imported NumPy
     after = states(drawn_from)
     flat.earlier = calls[0]
     flat.watch = unwatched
@@ -84,8 +84,8 @@ def _fill_caches(
 ) -> list[EagerShapes]:
     """Calls the model at its smallest and largest sizes, and restores all buffers except caches.
 
-    A cache is a buffer that these calls fill and that calls with other inputs do not change, if the calls also change attributes.
-    An attribute may say that the cache is filled, so its contents stay.
+    A buffer is a cache if calls with other inputs write the same values to it, and if calls also change attributes.  An attribute
+    may record that the cache is filled, so the cache keeps its contents.
 
     Raises size-excluded, eager-failed, structure-unsupported.
     """
@@ -107,7 +107,7 @@ def _fill_caches(
             if again.code != "state-changed":
                 raise
         calls.clear()
-        for name in buffer_names:  # every size creates the tensor again, so make it a plain attribute
+        for name in buffer_names:  # a call creates the tensor again for every size, so it becomes a plain attribute
             owner, leaf = source.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             if leaf in owner._non_persistent_buffers_set:
                 make_attribute(source.model, name, source.model.get_buffer(name))
@@ -143,8 +143,8 @@ def _changed_weights(model: torch.nn.Module, versions: Mapping[int, int | None])
 
 
 def changed_weights(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Set[str]) -> frozenset[str]:
-    """Returns those of the named weights whose contents differ after a call with `tensors`; some writes change no version counter.
-    Compares only weights of at most COMPARED elements."""
+    """Returns those of the named weights whose contents differ after a call with `tensors`.  Compares the contents of weights with
+    at most COMPARED elements, since some writes do not change the version counter."""
     small = [weight for weight in held_weights(flat.model) if weight.name in names and weight.tensor.numel() <= COMPARED]
     weights = [(weight, copied(weight.tensor)) for weight in small]
     if not weights:
@@ -164,8 +164,8 @@ def _changed_attributes(
     drawn_from: Sequence[Generator],
     fresh: Mapping[str, Any],
 ) -> tuple[dict[str, Obstacle], dict[str, Counter], dict[str, tuple[str, ...]], Results, Observed]:
-    """Makes two calls, and finds the attributes that a call still changes after the first ones filled caches.  Tensors that it
-    writes to become buffers, and so do counters.  `fresh`: the attributes before the first call.  Returns `changes`, `counters`,
+    """Calls the model twice, and finds the attributes that still change after earlier calls filled caches.  Counters, and tensors
+    that a call writes to, become buffers.  `fresh`: the attributes before the first call.  Returns `changes`, `counters`,
     `holding`, `first` and `second` as in FirstCalls."""
     tensors = sample_at(source, sizes, 0)
     first = results(flat, tensors)

@@ -1,7 +1,7 @@
-"""The functional form of a program, which lists the buffers and inputs that the program writes to.
+"""Finds the functional form of a program.  Its signature lists the buffers and inputs that the program writes to.
 
 Private interfaces of torch.export.exported_program (2.11, 2.13): `_split_decomp_table_to_cia_and_python_decomp`, which is patched
-temporarily, `_special_op_to_preserve_cia`, `_is_preservable_cia_op`.  If one is missing, the form is only slower to make.
+temporarily, `_special_op_to_preserve_cia`, `_is_preservable_cia_op`.  If one is missing, functionalization is only slower.
 `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`; `torch._C._dispatch_has_kernel_for_dispatch_key`, as in
 tools/operators.py.
 """
@@ -39,8 +39,10 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
 
     torch.export leaves writes in the graph as in-place operators.  `run_decompositions` makes them outputs, but traces the program
     again, as slowly as the export.  So the signature is derived from the graph if all writes are to buffers, inputs or new tensors.
-    For a program that saves states of random generators torch cannot make the form.  Its own signature is returned, and the rule
-    rng-state-operation refuses it.  Raises state-changed, state-shared, data-dependent-shape, export-failed."""
+    torch cannot functionalize a program that saves states of random generators.  For such a program, which the rule
+    rng-state-operation refuses, returns the signature unchanged.
+
+    Raises state-changed, state-shared, data-dependent-shape, export-failed."""
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     if any(keeps_rng_state(node) for part in parts for node in part.graph.nodes):
         return program.graph_signature
@@ -54,7 +56,7 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
         with _other_operators_left_alone(parts):
             return program.run_decompositions({}).graph_signature
     except Exception as error:
-        if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # torch's message
+        if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # a text of torch
             raise ModelError(
                 "state-changed",
                 f"{where}: forward() writes to a tensor in an attribute, which is not a buffer",
@@ -85,15 +87,15 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
 
 
 def functional_form(program: ExportedProgram) -> ExportedProgram:
-    """Returns the program with mutated buffers and inputs as outputs.  `functional` raises the errors for untraceable programs."""
+    """Returns the program with mutated buffers and inputs as outputs.  Raises torch's errors, which `functional` would convert."""
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     with _other_operators_left_alone(parts):
         return program.run_decompositions({})
 
 
 def _only_reads(node: Node) -> bool:
-    """Whether a node certainly writes to no tensor and has no size that depends on data, which may be impossible to trace.
-    Custom operators, and operators that call a graph, count as writing."""
+    """Whether a node certainly writes to no tensor, and has no size that depends on data, since a trace of it may fail.  False for
+    custom operators, and for operators that call a graph."""
     if node.op != "call_function":
         return node.op in ("placeholder", "get_attr", "output")
     operator = node.target
@@ -106,8 +108,8 @@ def _only_reads(node: Node) -> bool:
 
 
 def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> dict[Node, str] | None:
-    """Returns operator node -> placeholder name of the buffer or input that it writes to, or None if only a trace can tell.  That
-    is so for writes to views or unknown values, writes in branches and loops, and operators whose schemas may miss writes."""
+    """Returns {operator node: placeholder name of the buffer or input that it writes to}, or None if that needs a trace: for writes
+    to views or unknown values, in branches and loops, and by operators whose schemas may miss writes."""
     plain = program.graph_signature
     placeholders = {*plain.inputs_to_buffers, *plain.user_inputs}
     targets: dict[Node, str] = {}
@@ -168,7 +170,8 @@ NEW = frozenset(
 
 
 def _with_writes(signature: ExportGraphSignature, writes: Mapping[Node, str]) -> ExportGraphSignature:
-    """Returns the signature with an output for each written buffer or input, as in the functional form: its last writing node."""
+    """Returns the signature with an output for each written buffer or input, as in the functional form: the last node that writes
+    to it."""
     mutations = []
     for placeholder, node in {placeholder: node for node, placeholder in writes.items()}.items():
         buffer = signature.inputs_to_buffers.get(placeholder)
@@ -216,7 +219,7 @@ def _sized_by_data(node: Node) -> bool:
 DATA_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 UNANNOUNCED = ("running_mean", "running_var", "noise")
-"""Arguments that aten operators write to, although their schemas do not say so (2.11, 2.13), except outside training mode."""
+"""Arguments that aten operators write to in training mode, although their schemas do not declare it (2.11, 2.13)."""
 
 
 def keeps_rng_state(node: Node) -> bool:
@@ -267,7 +270,7 @@ def _other_operators_left_alone(parts: Sequence[GraphModule]) -> Iterator[None]:
     """Makes `run_decompositions` preserve only the composite operators in these graphs while the context is active.
 
     By default it prepares and restores all of torch's five hundred composite operators, which takes a fifth of a second for every
-    program (measured with 2.13).  The set of written tensors does not depend on which inner operators are preserved.
+    program (measured with 2.13).  The set of written tensors does not depend on which operators are preserved.
     """
     name = "_split_decomp_table_to_cia_and_python_decomp"
     split: Any = getattr(exported_program, name, None)

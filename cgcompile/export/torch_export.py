@@ -83,10 +83,10 @@ def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tens
 def past_branches(
     flat: FlatModule, calls: Sequence[SideEffects], tensors: Sequence[torch.Tensor], attempt: Callable[[], ExportedProgram]
 ) -> tuple[ExportedProgram, tuple[Obstacle, ...]]:
-    """Exports a program by `attempt`, also past branches on numbers that Python read out of tensors, which stop torch.export.  It
-    exports again with the number that eager PyTorch read, so that the checks see the rest of the model.  If the model fails with
-    any other number, or on the other side of a branch, the program asserts the number or side.  Otherwise an obstacle records the
-    branch.  `calls`: each call of `flat` appends its side effects.  `flat.earlier`: the eager call with `tensors`."""
+    """Exports a program by `attempt`.  If torch.export stops at a branch on a number that Python read out of a tensor, exports
+    again with the number that eager PyTorch read, so that the checks see the rest of the model.  If the model fails with similar
+    numbers, or on the other side of a branch, the program asserts the number or side.  Otherwise an obstacle records the branch.
+    `calls`: each call of `flat` appends its side effects.  `flat.earlier`: the eager call with `tensors`."""
     passed: list[Obstacle] = []
     tested: set[int] = set()
     while True:
@@ -114,20 +114,20 @@ def past_branches(
 
 
 QUESTIONS = 8
-"""Most branches whose other side is traced after an export: each costs a trace."""
+"""Maximum number of branches whose other side is traced after an export."""
 
 
 def _other_numbers(earlier: SideEffects, reads: Set[int]) -> Iterator[SideEffects]:
-    """Yields the call with other numbers read: each number in `reads` minus 1, then plus 1, wherever the call read it."""
+    """Yields the call with other numbers: those of `reads` minus 1, then plus 1, wherever the call read them."""
     values = {number for at in reads if at < len(earlier.reads) for number in tree_leaves(earlier.reads[at])}
     for step in (-1, 1):
-        yield _changed(earlier.answers, [_beside(read, step, values) for read in earlier.reads])
+        yield _changed(earlier.answers, [_stepped(read, step, values) for read in earlier.reads])
 
 
-def _beside(value: Any, step: int, values: Collection[Any]) -> Any:
-    """Returns `value` plus `step` if it is in `values`; booleans are negated, and lists (from tolist()) are changed by element."""
+def _stepped(value: Any, step: int, values: Collection[Any]) -> Any:
+    """Returns `value` plus `step` if it is in `values`.  Negates booleans, and changes the elements of lists (from tolist())."""
     if isinstance(value, list):
-        return [_beside(element, step, values) for element in value]
+        return [_stepped(element, step, values) for element in value]
     if type(value) not in (int, bool) or value not in values:
         return value
     return not value if isinstance(value, bool) else value + step
@@ -145,8 +145,8 @@ def _changed(answers: Sequence[bool], reads: Sequence[Any]) -> SideEffects:
 
 
 def _fail(flat: FlatModule, tensors: Sequence[torch.Tensor], earlier: SideEffects) -> bool:
-    """Whether the model's code raises for the answers and numbers of `earlier`, for example because shapes do not match.  It traces
-    the model instead of running it: with a wrong number, a kernel could fault and make the GPU unusable."""
+    """Whether the model's code raises for the answers and numbers of `earlier`, for example because shapes do not match.  Traces
+    the model instead of running it, since a kernel with a wrong number could fault and make the GPU unusable."""
     before = flat.earlier, flat.known, flat.asserted, flat.watch
     flat.earlier, flat.known, flat.asserted, flat.watch = earlier, frozenset(range(len(earlier.reads))), NOTHING, unwatched
     try:
@@ -170,7 +170,7 @@ def _free_symbols(error: BaseException | None) -> frozenset[Any]:
 
 def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
     text = io.StringIO()
-    # preserve_node_meta: nodes in bodies of torch.cond and others keep the lines that Dynamo recorded, not those of the caller
+    # with preserve_node_meta, nodes in bodies (of torch.cond and others) keep the lines that Dynamo recorded, not the caller's
     with torch.no_grad(), redirect_stderr(text), _quiet(LOGGERS[0]), preserve_node_meta(), unregistered_attributes_kept(flat.model):
         program = body_constants.lifted(untraced.export(flat, _separate(tensors), dynamic))
     sys.stderr.write(text.getvalue())
@@ -184,8 +184,8 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
 
 
 def _make_plain(program: ExportedProgram) -> None:
-    """Replaces parameters of a class of a library by torch's own parameters over the same memory.  Inductor's fake tensors do not
-    know such a class (torch 2.11; geoopt's ManifoldParameter)."""
+    """Replaces parameters of another library's class (geoopt's ManifoldParameter) by a torch.nn.Parameter with the same memory.
+    Inductor's fake tensors do not support such a class (torch 2.11)."""
     plain: dict[int, torch.nn.Parameter] = {}
     for name, value in program.state_dict.items():
         if isinstance(value, torch.nn.Parameter) and type(value) is not torch.nn.Parameter and not is_wrapper(value):
@@ -195,8 +195,8 @@ def _make_plain(program: ExportedProgram) -> None:
 
 
 def _move_constants(program: ExportedProgram, device: torch.device) -> None:
-    """Moves constants to `device`, where the model is.  forward() makes some on the CPU, with torch.FloatTensor([...]) or
-    torch.Tensor([...]): no dispatch mode sees these constructors."""
+    """Moves constants to `device`, where the model is.  torch.FloatTensor([...]) and torch.Tensor([...]) in forward() create
+    constants on the CPU: a dispatch mode cannot intercept these constructors."""
     tensors = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
     moved = {name: value.to(device) for name, value in tensors.items() if value.device != device}
     if moved:
@@ -224,7 +224,7 @@ def _make_dense(program: ExportedProgram) -> None:
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Copies tensors that share a storage, so that each has its own: in a bundle no input is a view of another.
+    """Copies tensors that share a storage with an earlier one, since in a bundle no input is a view of another.
 
     torch cannot make a program functional that writes to inputs that share a storage.  Expanded tensors are not copied.
     """
@@ -258,7 +258,7 @@ def _quiet(*loggers: logging.Logger) -> Iterator[None]:
 
 def _dynamic(shapes: Sequence[tuple[Size, ...]], roots: Mapping[str, Any]) -> Any:
     if not shapes:
-        return None  # without inputs torch.export knows no argument `*tensors`
+        return None  # without inputs, torch.export sees no argument `*tensors` to which shapes could belong
     return (tuple([{axis: _dim(size, roots) for axis, size in enumerate(shape) if not isinstance(size, int)} for shape in shapes]),)
 
 
@@ -317,7 +317,8 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
     for name in sizes:
         if name in fixed:
             places = lines.get(int(fixed[name]), set())
-            where, source_line = next(iter(places)) if len(places) == 1 else ("", "")  # several: another size may have this value
+            # several lines may belong to several dimensions of one size
+            where, source_line = next(iter(places)) if len(places) == 1 else ("", "")
             reason = f"the model's code fixes it to {fixed[name]}" + (f": {source_line}" if source_line else "")
             return ModelError(
                 "size-excluded",
@@ -354,7 +355,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
             "compute the derivative by torch.autograd.grad(output, inputs)",
         )
     if not sizes and found_place and type(error).__module__ == "builtins" and "torch.export" not in text:
-        # raised by the model's code, which ran in eager PyTorch
+        # the model's code raises it, although the code runs in eager PyTorch
         reason = f"{type(error).__name__}: {first_line(error)}"
         return ModelError("export-differs", f"{place}: while torch.export traces it, the model fails here: {reason}")
     if isinstance(error, UnsupportedOperatorException) and error.func.namespace not in ("aten", "prims"):

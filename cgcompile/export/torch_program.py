@@ -1,4 +1,4 @@
-"""Makes exported programs with other graphs, weights or devices, for which torch has no public interface.
+"""Changes the graph, the weights or the device of an exported program.  torch has no public interface for this.
 
 Private interfaces (torch 2.11, 2.13): the constructor of `ExportedProgram`, its attributes `_guards_code` where it exists and
 `_example_inputs`, `FakeTensor`, and the name of the logger of `torch._export.serde.serialize`.
@@ -27,7 +27,7 @@ SERIALIZER = logging.getLogger("torch._export.serde.serialize")
 
 
 def copied_graph(program: ExportedProgram) -> GraphModule:
-    """Copies a program's graph with the names of its nodes.  deepcopy alone renames nodes named like Python builtins."""
+    """Copies a program's graph with the names of its nodes.  deepcopy alone renames nodes with names of Python builtins."""
     module_copy = copy.deepcopy(program.graph_module)
     for old, new in zip(program.graph.nodes, module_copy.graph.nodes, strict=True):
         new.name = old.name
@@ -76,7 +76,7 @@ def with_graph(
 
 
 def device_of(program: ExportedProgram) -> torch.device:
-    """Returns the device that a program was exported on, which is that of its first tensor; the CPU if it has none."""
+    """Returns the device that a program was exported on: the device of its first tensor, or the CPU if it has none."""
     for node in program.graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor):
@@ -85,8 +85,7 @@ def device_of(program: ExportedProgram) -> torch.device:
 
 
 def on_device(program: ExportedProgram, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    """Returns `program` as if it had been exported on `device`.  `tensors` replace weights by name; all other weights stay those of
-    `program`, on their devices.
+    """Returns `program` as if it had been exported on `device`.  `tensors` replace weights by name.  Others stay on their devices.
 
     torch's `move_to_device_pass` would move every weight, and would not change autocast regions.
     """
@@ -100,8 +99,8 @@ def on_device(program: ExportedProgram, device: torch.device, tensors: Mapping[s
 
 
 def serializable(program: ExportedProgram) -> ExportedProgram:
-    """Returns `program`, or its functional form if it has no outputs: `torch.export.save` fails then (2.11 and 2.13).  In the
-    functional form mutated tensors are outputs."""
+    """Returns `program`, or its functional form if it has no outputs, since `torch.export.save` fails without outputs (2.11 and
+    2.13).  In the functional form mutated tensors are outputs."""
     return program if program.graph_signature.output_specs else program.run_decompositions({})
 
 
@@ -129,7 +128,7 @@ def save_program(program: ExportedProgram, target: Path | BinaryIO) -> None:
 
 
 def with_weights(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    """Returns a program from `without_weights` with its parameters, buffers and constants, by their names in the program."""
+    """Returns a program from `without_weights` with weights again.  `tensors`: parameters, buffers and constants, by name."""
     state = {name: _like(value, tensors[name]) for name, value in program.state_dict.items()}
     return with_graph(
         program, program.graph_module, {}, state_dict=state,
@@ -155,10 +154,10 @@ def move_graph(module: GraphModule, device: torch.device) -> None:
 def moved_arguments(node: Node, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of a node with every device replaced by `device`, except the meta device."""
 
-    def there(value: Any) -> Any:
+    def moved(value: Any) -> Any:
         return device if isinstance(value, torch.device) and value.type != "meta" else value
 
-    args, kwargs = map_aggregate(node.args, there), map_aggregate(node.kwargs, there)
+    args, kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
     if getattr(node.target, "__name__", "") in AUTOCAST:
         args = (device.type, args[1] or torch.get_autocast_dtype(str(args[0])), *args[2:])
     return args, kwargs
@@ -169,7 +168,7 @@ AUTOCAST = ("wrap_with_autocast", "_enter_autocast")
 
 
 def _fake_at(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a fake tensor like `value` on `device`; values on the meta device stay."""
+    """Returns a fake tensor like `value` on `device`; values on the meta device stay there."""
     if not isinstance(value, FakeTensor) or value.device in (device, torch.device("meta")):
         return value
     with value.fake_mode:
@@ -189,7 +188,7 @@ def _entry(entry: ModuleCallEntry, renamed: Mapping[str, str]) -> ModuleCallEntr
 
 
 def _with_results(entry: ModuleCallEntry, specs: Sequence[OutputSpec]) -> ModuleCallEntry:
-    """Returns the entry of the top-level module for new results: calls return a tuple of them."""
+    """Returns the entry of the top-level module with the results of `specs`: calls return a tuple of them."""
     results = [spec.arg for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
     if entry.signature is None:
         return entry
@@ -212,7 +211,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def spell_counts(graph: Graph) -> None:
-    """Replaces `sym_numel` by products of sizes: torch.compile of 2.11 accepts no operator that returns a number but `sym_size`."""
+    """Replaces `sym_numel` by products of `sym_size`.  torch.compile of 2.11 accepts no other operator that returns a number."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_numel.default):
         (tensor,) = node.args
         value = tensor.meta["val"]

@@ -53,8 +53,8 @@ def _refuse_without_strides(source: Source, name: str, weight: torch.Tensor) -> 
 
 
 def baked_weights(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:
-    """Yields an obstacle for every source line that read values of weights.  Weights that are not in the state dict need none: an
-    update cannot change them anyway."""
+    """Yields an obstacle for every source line that read values of weights.  Weights that are not in the state dict need none,
+    because no update can change them."""
     state_names = {name.removeprefix(PREFIX) for _, program in programs.distinct for name in program.state_dict}
     names = {place: [name for name in baked if baked[name] == place and name in state_names] for place in baked.values()}
     for (where, line), read in names.items():
@@ -69,8 +69,8 @@ def baked_values(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
 
 
 def unread_attributes(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the attributes that no result depends on.  They need not be state, which would forbid padding.  `holding`: the
-    buffers in each attribute."""
+    """Returns the attributes that no result depends on.  They need not become state, which would prevent padding.  `holding`: the
+    buffers of each attribute."""
     distinct = [program for _, program in programs.distinct]
     return [
         name

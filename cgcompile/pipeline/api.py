@@ -33,7 +33,7 @@ MAX_KEYS = 64
 
 TRACE = "torch.__trace"
 """The logger to which torch prints every graph (torch 2.11, 2.13).  Its handler removes itself at the first record, unless
-TORCH_TRACE names a folder.  A filter would keep the record from the handler, and the build would take 5% longer."""
+TORCH_TRACE names a folder.  With a filter, the handler would get no record and stay, and the build would take 5% longer."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def with_torch(progress: Watcher, module: str) -> Iterator[None]:
     imports take seconds, so the watcher gets an event before them."""
     with warnings.catch_warnings(), seldom_collected():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
-        warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")  # contextlib raises it, for any LSTM
+        warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")  # every LSTM; its module is contextlib
         if "torch" not in sys.modules:
             with Stages(progress)("import") as tell, quick_imports():
                 tell("torch")
@@ -135,7 +135,7 @@ def build(
       interpreter stops.  The smallest int_key is always verified; the build lists the others.
     - `fallback_ops`: operators that run on the host between two graphs, such as "mylib::op".
     - `standalone`: whether a CPU bundle contains all functions that its code calls, so that it serves without torch.  None: if
-      possible.  True refuses other models, and names the function.  False uses torch's libraries.
+      possible.  True: the build fails if it is not, and names the function.  False: the code calls torch's libraries.
     - `world`: the number of GPUs of one host that share the model, 2 to 8.  `model(rank, world)` of the model file returns a share,
       and `forward` calls functional collectives of torch.distributed.  Such a bundle is always cross-compiled.
     - `split`: "layers" distributes the layers of a plain `model()` over these GPUs, about the same bytes on each.  One GPU works

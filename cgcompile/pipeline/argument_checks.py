@@ -40,7 +40,7 @@ NO_PROOF = "--prove none leaves the proof out"
 
 
 def check_build(model: Any, inputs: Any, options: Options) -> None:
-    """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, folder-invalid,
+    """Raises the errors of `build` for these arguments: extra-missing, source-missing, source-invalid, folder-invalid,
     allow-unknown, sizes-invalid, too-many-keys, limit-invalid, world-refused, output-exists, output-unwritable, option-invalid,
     target-unavailable, compiler-failed."""
     check_arguments(model, inputs)
@@ -55,7 +55,7 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     name = _check_model(model, options.sizes, options.max_keys)
     if options.autotune_timeout is not None:
         check_timeout(options.autotune_timeout, options.autotune)
-    # "auto" and "cuda" need torch: `build` resolves them after it has reported and done the import
+    # "auto" and "cuda" need torch, so `build` resolves them after it has imported torch
     targets = split_targets(options.target)
     if len(targets) > 1:
         _check_targets(targets, options)
@@ -116,7 +116,7 @@ def _check_allowed(allow: Sequence[str]) -> None:
 
 
 def _check_targets(targets: Sequence[str], options: Options) -> None:
-    """Raises target-unavailable, world-refused or option-invalid for a build with variants that is not possible."""
+    """Raises target-unavailable, world-refused or option-invalid for an impossible build with variants."""
     duplicate = next((name for name in targets if targets.count(name) > 1), None)
     unresolved = next((name for name in targets if name in ("auto", "cuda", "")), None)
     if duplicate is not None or unresolved is not None:
@@ -131,7 +131,7 @@ def _check_targets(targets: Sequence[str], options: Options) -> None:
 
 
 def check_check(model: Any, inputs: Any, sizes: SizesOption, target: str, train: bool, language: LanguageOptions) -> None:
-    """Raises what `check` would raise for these arguments.  See `check_build`."""
+    """Raises the errors of `check` for these arguments.  See `check_build`."""
     check_arguments(model, inputs)
     check_packages("host")
     check_folder_options(model, language, {"--sizes": sizes, "--train": train})
@@ -157,7 +157,8 @@ def _check_model(model: Any, sizes: SizesOption, max_keys: int | None) -> str:
     else:
         path, _, attribute = label.partition(":")
         module_definitions = _module(path, label)
-    several = module_definitions is not None and "entries" in module_definitions.names  # its result is only known when it runs
+    # `entries()` names the functions that make inputs, but only when it runs
+    several = module_definitions is not None and "entries" in module_definitions.names
     for name in (() if attribute else ("model",)) + (() if several else ("inputs",)):
         if module_definitions is not None and module_definitions.lacks(name):
             raise undefined(name, label)

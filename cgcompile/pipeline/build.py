@@ -1,4 +1,4 @@
-"""The stages of a build, values in, values out: source -> export -> check -> padding -> lower, record, emit -> verify."""
+"""Runs the stages of a build: source -> export -> check -> padding -> lower, record, emit -> verify."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ..capture.processes import RecorderProcesses
 
 BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "cross-compile": "cgcompile.offline.build"}
-"""By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
+"""Recorder of a `targets.choice.Chosen` -> module whose `build_parts` writes the target's part of a bundle."""
 
 PADDED = {"rows": "padded", "zeros": "padded with zeros", "no": "never padded"}
 """Text for each value of `Dimension.pad`."""
@@ -253,8 +253,8 @@ def _finished(
     findings: Sequence[tuple[Finding, ...]],
     origin: Provenance,
 ) -> Manifest | None:
-    """Writes the bundle to `folder`, seals it, and replays it if `run`.  Returns None if that fails for a bundle with torch's
-    functions in it and `standalone` is None: the caller then uses torch's libraries, which round as eager PyTorch does."""
+    """Writes the bundle to `folder`, seals it, and replays it if `run`.  If the replay fails for a CPU bundle that contains torch's
+    functions, and `standalone` is None, returns None: the caller then uses torch's libraries, which round as eager PyTorch does."""
     parts = build_parts(spec, folder, stages)
     for entry in spec.entries:
         write_programs(folder, entry.prepared.programs, entry.name)
@@ -262,9 +262,9 @@ def _finished(
     check_layouts(manifest)
     with stages("verify") as tell:
         host_code.attach(folder, manifest)
-        if not run:  # else after the replay, which needs all expected values
+        if not run:  # otherwise it is condensed after the replay, which needs all expected values
             condense(folder, manifest)
-        sealed = seal(folder, with_mismatches(manifest))  # hashes every file; large weights take longest
+        sealed = seal(folder, with_mismatches(manifest))  # hashes every file, which takes long for large weights
         if not run:
             tell.result(f"every hash and invariant; `cgcompile verify --run` replays it where a GPU of {spec.target} is")
             return sealed
@@ -301,7 +301,7 @@ def _empty(folder: Path) -> None:
 
 
 def _padded(sources: Sequence[Source], prepared: Sequence[Prepared], dimensions: Sequence[Sequence[Dimension]]) -> str:
-    """Returns a text that says which dimensions are padded, and why an entry's are not if no padding had to be tried."""
+    """Says which dimensions are padded, and why an entry is never padded."""
     texts = []
     for source, lowerable, dimension in zip(sources, prepared, dimensions, strict=True):
         why = unpadded(source, lowerable)
@@ -312,12 +312,11 @@ def _padded(sources: Sequence[Source], prepared: Sequence[Prepared], dimensions:
 
 
 def _default(chosen: Chosen) -> str:
-    """Returns a text that says which target "auto" chose, and why."""
+    """Says which target "auto" chose, and why."""
     return "cpu: no GPU is here" if chosen.recorder == "host" else f"{chosen.target}, the GPU of this machine"
 
 
 def _sizes(sources: Sequence[Source], sizes: SizesOption) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Returns the sizes of every entry's dimensions."""
     sizes_by_entry = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources})
     many = len(sources) > 1
     return {
@@ -366,7 +365,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _nodes(exported: Sequence[Programs]) -> str:
-    """Returns a text with the number of nodes of every entry, and why there is one program for each int_key."""
+    """Says how many nodes every entry has, and why there is one program for each int_key."""
     nodes: dict[str, list[str]] = {}
     for programs in exported:
         counts = sorted({len(program.graph.nodes) for _, program in programs.distinct})

@@ -1,4 +1,4 @@
-"""The compatibility report of a model: the stages of a build up to the check, and the partition."""
+"""Makes the compatibility report of a model, from the stages of a build up to the check, and the partition."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def check(
         exported = [_exported(source, dims, max_paths, alone=not many) for source, dims in zip(sources, entry_sizes, strict=True)]
         exported = _unwritten(exported, max_paths)
         completed = [outcome for outcome in exported if isinstance(outcome, Exported)]
-        if len(completed) == len(exported):  # with_sequences calls the entries in turns: one may read what another one has set
+        if len(completed) == len(exported):  # with_sequences calls all entries, since one may read state that another one changes
             exported = list(with_sequences(completed, fresh))
         outcomes = [
             _report(source, dims, outcome, target, strict, fallback_ops, max_keys, assumed=source.entry not in by_entry)
@@ -90,7 +90,7 @@ def check(
         ]
     reports, entries = [report for report, _ in outcomes], [entry for _, entry in outcomes if entry is not None]
     if len(entries) == len(sources):
-        donations_of(sources[0].donations, entries)  # raises what a build would
+        donations_of(sources[0].donations, entries)  # raises the errors of a build
     return replace(reports[0], mode=mode, others=tuple([replace(report, mode=mode) for report in reports[1:]]))
 
 
@@ -112,7 +112,7 @@ def _exported(source: Source, sizes: dict[str, tuple[int, ...]], max_paths: int,
 
 
 def _unwritten(exported: list[Exported | Finding], max_paths: int) -> list[Exported | Finding]:
-    """Exports entries again, so that none treats a buffer that another entry writes to as constant.  Returns all entries."""
+    """Exports an entry again if it uses a buffer as a constant that another entry writes to.  Returns all entries."""
     completed = [outcome for outcome in exported if isinstance(outcome, Exported)]
     try:
         unwritten = iter(with_unwritten(completed, max_paths))
@@ -155,7 +155,7 @@ def _report(
         )
         collected += checked.findings
         if not any(finding.severity == "refuse" for finding in collected):
-            signature = describe_signature(exported)  # this and the next raise the errors of a build
+            signature = describe_signature(exported)  # this call and the next one raise the errors of a build
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
             collected += widened_bound(prepared)
             entry = EntryBuild(source=source, prepared=prepared, sizes=sizes, dimensions=(), placements=checked.placements)
@@ -234,7 +234,7 @@ def _regions(
 
 
 def _with_partition(findings: Sequence[Finding], parts: Partition, program: ExportedProgram) -> list[Finding]:
-    """Returns the findings with their effect on the partition, and a note for every graph that was too small."""
+    """Returns the findings with their effect on the partition, and a note for operations whose graph would be too small."""
     nodes = {node.name: node for node in program.graph.nodes}
     exact = [
         replace(finding, effect=effect_of(parts, finding.node)) if finding.severity == "host" and finding.node else finding

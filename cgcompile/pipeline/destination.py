@@ -1,4 +1,4 @@
-"""Checks the output path before the build, and turns file system errors into errors about what the user chose."""
+"""Checks the output path before the build, and turns errors of the file system into a BuildError with this path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def destination_path(out: str | os.PathLike[str] | None, name: str) -> Path:
 
 
 def _replaceable(path: Path) -> bool:
-    """Returns whether `path` is a bundle or an empty folder."""
+    """Whether `path` is a bundle or an empty folder."""
     from cgbundle.format import file_names  # late: the path rarely exists, and the check of a mistyped name should stay fast
 
     return path.is_dir() and ((path / file_names.MANIFEST).exists() or not any(path.iterdir()))
@@ -49,8 +49,8 @@ def check_free(path: Path, force: bool) -> None:
 
 @contextmanager
 def staged_bundle(path: Path, force: bool) -> Iterator[Path]:
-    """Runs a whole build in `staged`.  Raises output-exists and output-busy at the start; output-exists at the end if the path was
-    created meanwhile.  Raises disk-full and output-unwritable for errors of the folder or its files."""
+    """Yields the folder of `staged` for a build.  Raises output-exists and output-busy at the start, and output-exists at the end
+    if the path was created meanwhile.  Raises disk-full and output-unwritable for errors of the folder or its files."""
     with ExitStack() as stack:
         with _destination_errors(path):
             folder = stack.enter_context(staged(path, replace=force))
@@ -61,7 +61,7 @@ def staged_bundle(path: Path, force: bool) -> Iterator[Path]:
             written = error.filename2 or error.filename
             if error.errno in FULL or (isinstance(written, str) and Path(written).is_relative_to(folder)):
                 raise _refusal(path, error) from error
-            raise  # for example an error of one of the model's files
+            raise  # for example, an error of one of the model's files
         with _destination_errors(path):
             stack.close()
 
@@ -74,7 +74,7 @@ def link(file: Path, place: Path) -> None:
         if error.errno not in UNLINKABLE:
             raise
         part_file = place.with_name(f".{uuid4().hex}.part")
-        shutil.copy(file, part_file)  # it takes its own disk space; nothing else differs
+        shutil.copy(file, part_file)  # unlike a link, a copy takes disk space
         part_file.rename(place)
 
 

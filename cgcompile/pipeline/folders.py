@@ -1,4 +1,4 @@
-"""Uses folders of language models as models: checks the arguments, and derives defaults from the folder and the GPU."""
+"""Models from folders of language models: checks the arguments, and derives defaults from the folder and the GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
     driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
 print(total.value)
 """
-"""Prints the bytes of the first GPU.  Runs in a subprocess, because a process that has started CUDA cannot fork new models."""
+"""Prints the bytes of the first GPU's memory.  Runs in a subprocess, because a process that has started CUDA cannot fork new
+models."""
 
 
 def check_weights(options: LanguageOptions, target: str, record: str = "auto") -> None:
@@ -49,17 +50,17 @@ def check_weights(options: LanguageOptions, target: str, record: str = "auto") -
 
 
 def is_folder(model: Any) -> bool:
-    """Returns whether the model is a folder in the Hub's layout.  Raises source-missing."""
+    """Whether the model is a folder in the Hub's layout.  Raises source-missing."""
     return isinstance(model, str | os.PathLike) and kind_of(os.fspath(model)) == "folder"
 
 
 def is_gguf(model: Any) -> bool:
-    """Returns whether the model is the path of a GGUF file."""
+    """Whether the model is the path of a GGUF file."""
     return isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".gguf")
 
 
 def gguf_place(model: Any, parent: Path, force: bool) -> Path:
-    """Returns the folder in `parent` for the converted GGUF file; it has the file's name.  Raises what `check_gguf` raises."""
+    """Returns the folder in `parent` for the converted GGUF file; it has the file's name.  Raises the errors of `check_gguf`."""
     from ..language_models.gguf_file import check_gguf  # late: only GGUF files need it
 
     folder = parent / Path(model).stem
@@ -107,7 +108,7 @@ def check_folder_options(model: Any, options: LanguageOptions, others: dict[str,
 
 
 def folder_model(model: Any, language: LanguageOptions, target: str, record: str, stages: Stages) -> tuple[Any, Any]:
-    """Returns the recipe that `build` and `check` use for a folder, and the sizes to build."""
+    """Returns the `model.source.Recipe` of a folder, which is a model for `build` and `check`, and the sizes to build."""
     with stages("folder") as tell:
         tell("transformers")
         from ..language_models.recipe import language_model  # late: it imports transformers
@@ -120,14 +121,14 @@ def folder_model(model: Any, language: LanguageOptions, target: str, record: str
         lanes = ", ".join(map(str, settings.lanes))
         cache = f"a load takes {settings.pages} to {settings.most_pages} pages of cache ({size(settings.page_bytes)} each)"
         stored = f", weights {language.weights}" if language.weights else ""
-        bank = f", {settings.adapters} adapters of rank {settings.rank}" if settings.adapters else ""
-        tell.result(f"{settings.dtype}{stored}, texts of up to {settings.context} tokens, {lanes} lanes{bank}; {cache}")
+        adapters = f", {settings.adapters} adapters of rank {settings.rank}" if settings.adapters else ""
+        tell.result(f"{settings.dtype}{stored}, texts of up to {settings.context} tokens, {lanes} lanes{adapters}; {cache}")
     return recipe, settings.sizes
 
 
 def gpu_memory(target: str, record: str) -> int | None:
-    """Returns the bytes of the target's GPU, or None for processors.  A single GPU target uses the memory of this machine's GPU,
-    even if its architecture differs.  Returns 0 if this machine has none, or for several targets."""
+    """Returns the bytes of the target GPU's memory, or None for processors.  For one target this is the memory of this machine's
+    GPU, whatever its architecture.  Returns 0 without a GPU here, and for several targets."""
     targets = split_targets(target)
     if all(map(is_cpu, targets)):
         return None
@@ -136,7 +137,7 @@ def gpu_memory(target: str, record: str) -> int | None:
 
 
 def memory_here() -> int:
-    """Returns the bytes of this machine's first GPU, or 0 without one."""
+    """Returns the bytes of memory of this machine's first GPU, or 0 without one."""
     if has_driver():
         with suppress(OSError, ValueError, subprocess.TimeoutExpired):
             completed = subprocess.run([sys.executable, "-c", GPU_MEMORY], capture_output=True, text=True, check=False, timeout=60)

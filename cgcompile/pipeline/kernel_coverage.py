@@ -1,4 +1,4 @@
-"""The rule that only cross-compiling adds: every operation must be lowered to Triton kernels."""
+"""Checks the rule of cross-compiled bundles that every operation must be lowered to Triton kernels."""
 
 from __future__ import annotations
 

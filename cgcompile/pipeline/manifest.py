@@ -67,6 +67,6 @@ def _dimension(rows: StateRows, names: Sequence[str]) -> StateDimension:
 
 
 def with_mismatches(manifest: Manifest) -> Manifest:
-    """Adds a finding for every accepted difference."""
+    """Adds findings for accepted differences."""
     entries = [replace(entry, findings=(*entry.findings, *mismatches(manifest, entry))) for entry in manifest.entries]
     return replace(manifest, entries=tuple(entries))

@@ -1,8 +1,8 @@
 """Compares the exported programs with a model that was never called before, over sequences of calls.
 
-The inputs differ from those of the export.  Every int_key is called with inputs A, B and A, then all in reverse order.  So state
-that a call leaves for later calls shows in the results, whichever sizes come first.  Sizes between the declared ones, which may be
-padded, have no program: there the new model is compared with the model that the build has called.
+The inputs differ from those of the export.  Every int_key is called with inputs A, B and A, then all int_keys in reverse order.  So
+state that a call leaves for later calls shows in the results, whichever sizes come first.  Sizes between the declared ones, which
+may be padded, have no program: there the new model is compared with the model that the build has called.
 
 The model is called every time.  Results of a program on the CPU are reused for equal inputs if its operators draw no random numbers
 and write to no tensor.
@@ -78,7 +78,7 @@ def with_sequences(exported: Sequence[Exported], models: FreshModels | None) -> 
 
 
 def sequence(exported: Sequence[Exported]) -> list[Call]:
-    """Returns the calls in order."""
+    """Returns the calls at declared sizes."""
     keys = [
         (number, dict(zip(entry.sizes, key, strict=True))) for number, entry in enumerate(exported) for key in all_keys(entry.sizes)
     ]
@@ -131,7 +131,7 @@ def _difference(exported: Exported, programs: _Programs, model: FreshModel, call
     if call.declared and (called.raised or isinstance(program_results, str)):  # a cache of the model may be full
         programs.reset()
         program_results, called = _both(programs, model, call, tensors, seed, reset=True)
-    if called.raised and mixed:  # the model may check values
+    if called.raised and mixed:  # the model may refuse mixed values
         programs.reset()
         tensors = sample(exported.source, call.sizes).tensors
         program_results, called = _both(programs, model, call, tensors, seed, reset=True)
@@ -140,7 +140,7 @@ def _difference(exported: Exported, programs: _Programs, model: FreshModel, call
             raise ModelError("eager-failed", f"{called.raised} ({_text(exported, call)}, in a new copy of the model)")
         return ""
     if isinstance(program_results, str):
-        # a bundle refuses it by this rule
+        # if the program asserts a value of the model, it is expected to raise
         asserted = any(obstacle.rule == "asserted-value" for obstacle in exported.obstacles)
         return "" if asserted else f"{_text(exported, call)}: the exported program raises {program_results}"
     bound = coarsest(exported.programs)
@@ -178,7 +178,7 @@ def drawn(exported: Exported, call: Call) -> tuple[tuple[torch.Tensor, ...], boo
 
 
 def _mixed(tensor: torch.Tensor, order: torch.Generator) -> torch.Tensor:
-    """Returns a tensor with mixed values.  If all floats are equal, random numbers from 0 to 1 are added."""
+    """Returns a tensor with mixed values.  If all floats are equal, adds random numbers from 0 to 1."""
     flat = tensor.reshape(-1)
     permuted = flat[torch.randperm(flat.numel(), generator=order).to(tensor.device)]
     if tensor.is_floating_point():
@@ -238,7 +238,7 @@ class _Programs:
         return results
 
     def changed(self) -> bool:
-        """Returns whether calls have written to a buffer."""
+        """Whether calls have written to a buffer."""
         return any(module.snapshot.changed() for module in self._modules.values())
 
     def reset(self) -> None:
@@ -248,7 +248,7 @@ class _Programs:
 
 
 def _pure(program: ExportedProgram) -> bool:
-    """Returns whether the results of a program depend only on its inputs and weights, and it changes none of them."""
+    """Whether a program's results depend only on its inputs and weights, and the program writes to none of these."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     targets = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
     return not draws(program) and all(
@@ -261,7 +261,7 @@ def _pure(program: ExportedProgram) -> bool:
 
 @contextmanager
 def _programs(exported: Sequence[Exported], threads: int) -> Iterator[_Programs]:
-    """Yields the programs and sets the number of threads.  At the end it restores state and number of threads."""
+    """Yields the programs, with this number of threads.  Restores state and number of threads at the end."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     programs = _Programs(exported)
@@ -305,8 +305,8 @@ def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels,
     ]
     reasons += [(name, f"{method} changes {name!r} with every call, and reads it") for name in counts]
     if not reasons:
-        sizes = [name for name in first_run.first if name in first_run.read]
-        reasons = [(name, f"{method} sets {name!r} at its first call, and later calls read it") for name in sizes]
+        set_once = [name for name in first_run.first if name in first_run.read]
+        reasons = [(name, f"{method} sets {name!r} at its first call, and later calls read it") for name in set_once]
     if not reasons:
         where, line = defined(written_method(exported.source.model, exported.source.entry))
         message = f"a model that was not called before gives something else than the exported program: {text}"

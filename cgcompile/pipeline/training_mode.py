@@ -1,4 +1,4 @@
-"""Builds and checks put a model in training mode into eval(), because that mode is rarely intended, and restore it at the end."""
+"""Puts a model in training mode into eval() during a build or check, because training mode is rarely intended."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EVAL_NOTE = "left in training mode, put into eval() (--train keeps it)"
 def evaluated(source: Source, train: bool) -> Iterator[str]:
     """Puts the model into eval() unless `train`, and restores the modes of its modules at the end.
 
-    Yields a note, "" if nothing changes: for a model whose own mode is eval, and for a model from torch.export, which has no modes.
-    Raises source-invalid if the model's eval() fails."""
+    Yields a note, or "" if no mode changes.  A model from torch.export has no modes.  Raises source-invalid if the model's eval()
+    fails."""
     modes = [(module, module.training) for module in source.model.modules()]
     try:
         yield EVAL_NOTE if not train and put_into_eval(source) else ""

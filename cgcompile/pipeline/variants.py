@@ -1,4 +1,4 @@
-"""Builds for several targets, one after the other, each from a newly loaded model, and joins the results to a bundle with variants.
+"""Builds for several targets, one after the other, and joins the results to a bundle with variants.  Each build loads the model.
 
 GPUs are always cross-compiled, so all variants are compared with eager PyTorch and share one self-test.
 """
@@ -72,7 +72,7 @@ def _naming(watcher: Watcher, target: str) -> Watcher:
 
 
 def _generator_restorers() -> tuple[Callable[[], None], ...]:
-    """Returns functions that reset random number generators, so that random weights are the same for every target."""
+    """Returns functions that reset random generators, so that random weights are the same for every target."""
     plain, torch_state = random.getstate(), torch.get_rng_state()
     return (lambda: random.setstate(plain)), (lambda: torch.set_rng_state(torch_state))
 

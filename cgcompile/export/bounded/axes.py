@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Unsupported(Exception):
-    """An operation that may mix padding into valid elements.  Padding are the elements after the true size of an axis."""
+    """Raised for an operation that may mix padding (elements after the true size of an axis) into valid elements."""
 
 
 def data_size(size: Any) -> Any:
@@ -44,7 +44,7 @@ def depends(node: Node) -> bool:
 
 
 class Counts:
-    """The true sizes of axes (counts) as int64 scalar tensors, by their expressions in the exported program."""
+    """The true sizes of axes (counts): expression in the exported program -> int64 scalar tensor."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Tensor] = {}
@@ -52,8 +52,8 @@ class Counts:
         self._wholes: dict[Any, Any] = {}
 
     def define(self, expr: Any, count: Tensor, bound: Any, whole: Any = None) -> None:
-        """Adds a size of at most `bound`.  `whole`: a size that it cannot exceed.  Raises Unsupported if another operation defined
-        it: only the data could guarantee that both counts are equal."""
+        """Adds a size of at most `bound`.  `whole`: another size that it cannot exceed.  Raises Unsupported if `expr` is no symbol,
+        or if another operation defined it, since the two counts may differ."""
         if expr in self._known or not expr.is_Symbol:
             raise Unsupported(f"the size {expr} is that of two selections")
         self._known[expr], self._bounds[expr] = count, bound
@@ -61,11 +61,11 @@ class Counts:
             self._wholes[expr] = whole
 
     def same(self, expr: Any, other: Any) -> None:
-        """Adds a size that equals a defined one.  Raises Unsupported as `define` does."""
+        """Adds a size that equals the defined size `other`.  Raises Unsupported as `define` does."""
         self.define(expr, self.of(other), self._bounds.get(other), self._wholes.get(other))
 
     def lowest(self, low: Mapping[Any, int]) -> dict[Any, int]:
-        """Returns the smallest value of every size.  `low`: smallest values of some sizes, valid for all with the same count."""
+        """Returns the smallest value of every size.  `low`: smallest values of some sizes, and of sizes with the same counts."""
         pairs = [(self._known[expr], value) for expr, value in low.items() if expr in self._known]
         return {expr: max((value for other, value in pairs if other is count), default=0) for expr, count in self._known.items()}
 
@@ -132,7 +132,7 @@ class Counts:
         return {expr for expr in self._known if expr.is_Symbol}
 
     def valid(self, value: Tensor, axes: dict[int, Any]) -> Tensor | None:
-        """Returns the mask of a padded tensor's valid elements, with as many axes, for broadcasting; None if all are valid."""
+        """Returns a mask of the valid elements that broadcasts to the padded tensor, or None if all elements are valid."""
         mask = None
         for axis, expr in axes.items():
             rows = torch.arange(value.shape[axis], device=value.device) < self.of(expr)
@@ -149,7 +149,7 @@ class Counts:
 
 
 def _largest(size: Any) -> Any:
-    """Returns the largest value of a size for the export's ranges of its symbols."""
+    """Returns the largest value of a size, by the export's ranges of its symbols."""
     return size.node.shape_env.bound_sympy(size.node.expr).upper if isinstance(size, torch.SymInt) else size
 
 

@@ -1,7 +1,7 @@
-"""Rewrites the functional program of one path to fixed sizes, so that a branch can hold it.
+"""Rewrites the functional program of one path to fixed sizes, so that it can become a branch of `torch.cond`.
 
 `if mask.any(): y[mask] = f(x[mask])` needs no size that depends on data.  `f` runs on as many rows as the mask has, and only the
-selected rows are written back.  A result of selected rows is padded with zeros, and its true size becomes a further result.  A
+selected rows are written back.  Results of selected rows are padded with zeros, and their true sizes become further results.  A
 program with unsupported operations on selected rows stays unchanged.
 
 Private interfaces (torch 2.11, 2.13): `get_proxy_mode` and its `tracer`, `torch.fx.traceback.set_current_meta`.
@@ -45,8 +45,8 @@ KEPT = ("stack_trace", "nn_module_stack")
 class FixedSizes:
     """`program` has no size that depends on data, unless `unsupported` names an unsupported operation.
 
-    `assumes`: the program lacks an assertion about sizes that the answers of its path imply.  `counts`: the program returns, after
-    the model's results, one true size per entry (int64 without dimensions).  The entry is (number of a result, padded axis).
+    `assumes`: an assertion about sizes was removed, because the answers of the path imply it.  `counts`: (number of a result,
+    padded axis).  For each, the program returns the true size (int64 scalar) after the model's results.
     """
 
     program: ExportedProgram
@@ -56,8 +56,8 @@ class FixedSizes:
 
 
 def with_fixed_sizes(program: ExportedProgram, answers: Sequence[bool], *, told_gpu: bool) -> FixedSizes:
-    """Returns the program at fixed sizes that hold any selection, or unchanged if that is not possible.  `answers`: of the path's
-    questions.  `told_gpu`: as for ResultInterpreter.  Weights are shared, not copied."""
+    """Returns the program at fixed sizes that are large enough for any selection, or unchanged if that is not possible.
+    `answers`: to the path's questions.  `told_gpu`: the bundle is for a GPU.  Weights are shared, not copied."""
     if not any(depends(node) for node in program.graph.nodes):
         return FixedSizes(program=program)
     root = copied_graph(program)
@@ -144,7 +144,7 @@ def _assumes(node: Node, true_sizes: Counts, low: Mapping[Any, int], foreign: Se
         return False
     value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else node.args[0]
     condition = value.node.expr if isinstance(value, torch.SymBool) else value
-    if condition == True or any(condition == (size >= 2) for size in foreign):  # noqa: E712  sympy's own
+    if condition == True or any(condition == (size >= 2) for size in foreign):  # noqa: E712  sympy's True is another object
         return False
     if condition is False or not (true_sizes.holds(condition) or holds(condition, low)):
         raise Unsupported(f"the assertion {condition} of sizes")
@@ -154,17 +154,17 @@ def _assumes(node: Node, true_sizes: Counts, low: Mapping[Any, int], foreign: Se
 def _at_bounds(
     root: GraphModule, region: Sequence[Node], outputs: Sequence[Node], told_gpu: bool, true_sizes: Counts, low: Mapping[Any, int]
 ) -> tuple[dict[Node, Node], dict[Node, Node], dict[Any, Node]]:
-    """Adds the operations at fixed sizes, in front of each node of `region`.  `low`: smallest values of sizes.
+    """Adds, in front of each node of `region`, its operations at fixed sizes.  `low`: smallest values of sizes.
 
-    Returns {node of `region`: its padded node}, {node of `outputs`: the same with zeros as padding}, {size: its count}."""
-    taken = taken_by(region)
+    Returns {node of `region`: its padded node}, {node of `outputs`: its node padded with zeros}, {size: its count}."""
+    inputs = taken_by(region)
     last: dict[str, Node] = {}  # name of a traced node -> the node of `region` that it belongs to
     results: list[Node] = []
     same = alike(root.graph)
     sizes = list(dict.fromkeys([expr for node in outputs for expr in node_axes(node).values()]))
 
     def padded(*values: Any) -> list[torch.Tensor]:
-        run = ResultInterpreter(dict(zip(taken, values, strict=True)), true_sizes, told_gpu=told_gpu, same=same, low=low)
+        run = ResultInterpreter(dict(zip(inputs, values, strict=True)), true_sizes, told_gpu=told_gpu, same=same, low=low)
         tracer: Any = get_proxy_mode().tracer
         for node in region:
             with set_current_meta(node), placed(node):
@@ -177,25 +177,25 @@ def _at_bounds(
         filled = [run.masked(node).clone() for node in outputs]
         return [*[run.values[node] for node in results], *filled, *[true_sizes.of(expr) for expr in sizes]]
 
-    ends = _copied(root, traced(padded, taken), taken, region, last)
+    copies = _copied(root, traced(padded, inputs), inputs, region, last)
     count = len(results)
     return (
-        dict(zip(results, ends[:count], strict=True)),
-        dict(zip(outputs, ends[count : count + len(outputs)], strict=True)),
-        dict(zip(sizes, ends[count + len(outputs) :], strict=True)),
+        dict(zip(results, copies[:count], strict=True)),
+        dict(zip(outputs, copies[count : count + len(outputs)], strict=True)),
+        dict(zip(sizes, copies[count + len(outputs) :], strict=True)),
     )
 
 
 def _copied(
     root: GraphModule,
     module: GraphModule,
-    taken: Sequence[Node],
+    inputs: Sequence[Node],
     region: Sequence[Node],
     last: Mapping[str, Node],
 ) -> list[Node]:
-    """Copies a traced graph, each operation in front of the `region` node that it belongs to.  Returns the nodes of its outputs."""
-    copies: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), taken, strict=True))
-    ends = module.graph.output_node().args[0]
+    """Copies the operations of a traced graph, each in front of its node of `region`.  Returns the copies of the outputs."""
+    copies: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    outputs = module.graph.output_node().args[0]
     place = region[0]
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -212,14 +212,14 @@ def _copied(
         place = last.get(node.name, place)
         with root.graph.inserting_before(place):
             copies[node] = root.graph.node_copy(node, copies.__getitem__)
-        like = {name: place.meta[name] for name in KEPT if name in place.meta}
-        copies[node].meta = {"val": node.meta.get("val"), **like}
-    return [copies[end] for end in ends]
+        metadata = {name: place.meta[name] for name in KEPT if name in place.meta}
+        copies[node].meta = {"val": node.meta.get("val"), **metadata}
+    return [copies[output] for output in outputs]
 
 
 @contextmanager
 def placed(node: Node) -> Iterator[None]:
-    """Adds the user's line of a node to an Unsupported error."""
+    """Adds the model's line of a node to the text of an Unsupported error."""
     try:
         yield
     except Unsupported as error:
@@ -228,7 +228,7 @@ def placed(node: Node) -> Iterator[None]:
 
 
 def forget_symbols(program: ExportedProgram) -> None:
-    """Removes range constraints of data-dependent sizes that no value of the program has."""
+    """Removes range constraints of data-dependent sizes that the program no longer uses."""
     used = set().union(*[_symbols(node.meta.get("val")) for node in program.graph.nodes])
     ranges: Mapping[Any, Any] = program.range_constraints
     for symbol in [symbol for symbol in ranges if str(symbol).startswith("u") and symbol not in used]:

@@ -1,4 +1,4 @@
-"""Runs the part of a program that computes outputs of sizes that depend on data, at the largest possible sizes.
+"""Runs the part of a program whose sizes depend on data, with the largest possible sizes.
 
 Private interfaces (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, `torch.fx.traceback.preserve_node_meta`.
 """
@@ -40,7 +40,7 @@ SIZED = frozenset({
     "_unsafe_view", "arange", "expand", "flatten.using_ints", "full", "new_full", "new_ones", "new_zeros", "ones",
     "reshape", "slice.Tensor", "unflatten.int", "view", "zeros",
 })  # fmt: skip
-"""Operators whose numbers are sizes."""
+"""Operators that take numbers only as sizes."""
 
 NUMBERS = (aten.sym_size.int, torch.sym_min, torch.sym_max)
 """Operators that return a number, besides Python's operators."""
@@ -54,10 +54,11 @@ PRODUCTS = ("matmul", "mm", "bmm")
 
 
 class Interpreter:
-    """Runs nodes.  `values`: their padded results, and their inputs from the rest of the program.  `counts`: the number of rows of
-    each selection.  `same`: nodes with the same computation as an earlier node.  An index beyond the selected rows, which eager
-    PyTorch refuses, is out of bounds here too.  With `told_gpu` it is not, because it would access other memory, or make the GPU
-    unusable.
+    """Runs nodes.  `values`: inputs from the rest of the program, then also the padded results.  `counts`: the true sizes.
+    `same`: node -> the first node with the same computation.  `told_gpu`: the bundle is for a GPU.
+
+    Eager PyTorch raises for an index beyond the selected rows.  Such an index becomes one out of bounds, but not with `told_gpu`:
+    on a GPU it would access other memory, or make the GPU unusable.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Interpreter:
         self.values[node] = self._result(node)
 
     def masked(self, node: Node) -> Tensor:
-        """Returns a result with zeros after its true sizes."""
+        """Returns a node's result with zeros in the padding."""
         outcome: Tensor = self.counts.masked(self.values[node], node_axes(node))
         return outcome
 
@@ -115,7 +116,7 @@ class Interpreter:
         name = name_of(node)
         inputs = arguments(node)
         if any(isinstance(value, Node) and depends(value) for value in [inputs.get("fill_value"), inputs.get("start")]):
-            raise Unsupported(f"{node.target} of a size")  # here the size is used as a number
+            raise Unsupported(f"{node.target} of a size")  # the operator uses the size as a value
         positions = inputs.get(INDEXED.get(name, ""))
         divisor = node.args[1] if name in DIVISIONS else None
 
@@ -180,24 +181,24 @@ class Interpreter:
         return self._same.get(node, node)
 
     def _select(self, mask: Node, result: Any) -> Selected:
-        """Returns the positions at which a mask is true.  `result`: a value with an axis of this new size."""
+        """Returns the positions at which a mask is true.  `result`: the value with an axis for these positions."""
         if not mask.meta["val"].dim():
             raise Unsupported("a mask without axes")
         mask = self.first(mask)
-        whole = node_axes(mask).get(0) if mask.meta["val"].dim() == 1 else None
+        full_size = node_axes(mask).get(0) if mask.meta["val"].dim() == 1 else None
         if mask not in self._selected:
             true = self.values[mask] if mask.meta["val"].dtype is torch.bool else self.values[mask] != 0
             valid = self.counts.valid(true, node_axes(mask))
             outcome = selected(true if valid is None else true & valid)
-            self.counts.define(self._new(result), outcome.count, outcome.positions[0].shape[0], whole)
+            self.counts.define(self._new(result), outcome.count, outcome.positions[0].shape[0], full_size)
             self._selected[mask] = outcome
         elif not any(self.counts.is_count(expr, self._selected[mask].count) for expr in _sizes(result)):
             outcome = self._selected[mask]
-            self.counts.define(self._new(result), outcome.count, outcome.positions[0].shape[0], whole)
+            self.counts.define(self._new(result), outcome.count, outcome.positions[0].shape[0], full_size)
         return self._selected[mask]
 
     def _new(self, result: Any) -> Any:
-        """Returns the new symbol in a result's shape, which is the size of a selection.  Raises Unsupported unless there is one."""
+        """Returns the new symbol in a result's shape: the size of a selection.  Raises Unsupported unless there is exactly one."""
         fresh = [expr for expr in _sizes(result) if not self.counts.knows(expr)]
         if len(fresh) != 1:
             raise Unsupported("the size of a selection")
@@ -222,7 +223,7 @@ class Interpreter:
         return aten.index.Tensor(self.values[inputs["self"]], indices)
 
     def _positions_in(self, node: Node, source: Node, axis: int, *, negative: bool = False) -> Tensor:
-        """Returns indices along an axis of a tensor, with 0 in the padding.  `negative`: -1 means the last valid row."""
+        """Returns indices along an axis of a tensor, with 0 in the padding.  `negative`: -1 is the last valid row."""
         positions = self.counts.masked(self.values[node], node_axes(node))
         size = node_axes(source).get(axis)
         if size is None:
@@ -281,12 +282,12 @@ class Interpreter:
         if axis not in node_axes(source):
             return self._rows(node)
         x = self.values[source]
-        size, expr, whole = x.shape[axis], node_axes(node).get(axis), node_axes(source)[axis]
+        size, expr, full_size = x.shape[axis], node_axes(node).get(axis), node_axes(source)[axis]
         if inputs["start"] not in (None, 0) or inputs["step"] != 1:
             raise Unsupported("a part of a bounded axis")
         if isinstance(end, Node):
             part = data_size(end.meta["val"])
-            if part is None or expr is None or not self.counts.part_of(part, whole):
+            if part is None or expr is None or not self.counts.part_of(part, full_size):
                 raise Unsupported("a part of a bounded axis")
             if not self.counts.knows(expr):
                 self.counts.same(expr, part)
@@ -296,8 +297,8 @@ class Interpreter:
         if not (end is None or (type(end) is int and end >= 0)):
             raise Unsupported("a part of a bounded axis")
         if expr is not None and not self.counts.knows(expr):  # torch may use a new symbol for the size of a slice
-            count = self.counts.of(whole)
-            self.counts.define(expr, count if end is None else count.clamp(max=end), size, whole)
+            count = self.counts.of(full_size)
+            self.counts.define(expr, count if end is None else count.clamp(max=end), size, full_size)
         shorter = end is not None and type(size) is int and end < size
         return aten.slice.Tensor(x, axis, 0, end) if shorter else x
 
@@ -317,7 +318,7 @@ class Interpreter:
         return parts
 
     def _joined(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """Concatenates tensors along a bounded axis.  Elements after their true sizes move to the end."""
+        """Concatenates tensors along a bounded axis.  Valid elements of all parts come first."""
         parts = inputs["tensors"]
         axis = inputs["dim"] % node.meta["val"].dim()
         if axis not in node_axes(node) or any(part.meta["val"].dim() != node.meta["val"].dim() for part in parts):
@@ -344,14 +345,14 @@ class Interpreter:
 def taken_by(region: Sequence[Node]) -> list[Node]:
     """Returns the inputs of `region` from the rest of the program.  Raises Unsupported if one depends on data, or is a graph."""
     members = set(region)
-    taken = list(dict.fromkeys([source for node in region for source in node.all_input_nodes if source not in members]))
-    if any("val" not in node.meta for node in taken) or any(map(depends, taken)):
+    inputs = list(dict.fromkeys([source for node in region for source in node.all_input_nodes if source not in members]))
+    if any("val" not in node.meta for node in inputs) or any(map(depends, inputs)):
         raise Unsupported("a graph inside of another")
-    return taken
+    return inputs
 
 
 def traced(padded: Callable[..., Any], taken: Sequence[Node]) -> GraphModule:
-    """Traces a function of these nodes' values to a graph.  Raises Unsupported if PyTorch cannot compute it."""
+    """Traces `padded`, a function of the values of the nodes `taken`.  Raises Unsupported if PyTorch cannot compute it."""
     values = [node.meta["val"] for node in taken]
     mode = next(leaf.fake_mode for leaf in tree_leaves(values) if hasattr(leaf, "fake_mode"))
     with mode, enable_python_dispatcher(), torch.no_grad(), preserve_node_meta():
@@ -370,8 +371,8 @@ def _sizes(result: Any) -> list[Any]:
 
 
 def chain(nodes: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
-    """Returns the nodes, in order, that compute outputs with data-dependent sizes from values of fixed sizes, including all
-    results of nodes with several."""
+    """Returns the nodes, in order, that compute outputs with data-dependent sizes from values of fixed sizes.  Includes all results
+    of a node that has several."""
     waiting, region = [node for node in outputs if depends(node)], set()
     while waiting:
         node = waiting.pop()

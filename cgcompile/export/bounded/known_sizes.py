@@ -44,7 +44,7 @@ def lowest(graph: Graph, answers: Sequence[bool]) -> dict[Any, int]:
             continue
         fact = fact if answer else sympy.Not(fact)
         (symbol,) = fact.free_symbols
-        while fact.subs(symbol, low.get(symbol, 0)) == False and low.get(symbol, 0) < MOST:  # noqa: E712  sympy's own
+        while fact.subs(symbol, low.get(symbol, 0)) == False and low.get(symbol, 0) < MOST:  # noqa: E712  may be sympy's False
             low[symbol] = low.get(symbol, 0) + 1
     return low
 
@@ -56,7 +56,7 @@ MOST = 64
 def holds(condition: Any, low: Mapping[Any, int]) -> bool:
     """Whether a condition is true for all sizes of at least `low`."""
     values = {symbol: low.get(symbol, 0) + sympy.Dummy(integer=True, nonnegative=True) for symbol in condition.free_symbols}
-    return bool(condition.subs(values) == True)  # noqa: E712  sympy's own
+    return bool(condition.subs(values) == True)  # noqa: E712  may be sympy's True
 
 
 def _size_comparison(node: Node) -> Any:
@@ -72,7 +72,7 @@ def _size_comparison(node: Node) -> Any:
 
 
 def _number(argument: Any) -> Any:
-    """Returns a whole number, or a size converted to a tensor, as an expression; None for another value."""
+    """Returns the expression of a whole number, or of a size converted to a tensor; None for another value."""
     if isinstance(argument, int | float):
         return sympy.Integer(argument) if argument == int(argument) else None
     while isinstance(argument, Node) and argument.target in (aten._to_copy.default, aten.to.dtype):

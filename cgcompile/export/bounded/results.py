@@ -1,4 +1,4 @@
-"""Runs operators on selected rows whose results have a fixed size: writes back through the same mask, and reductions."""
+"""Runs operators that take selected rows and return tensors of fixed sizes: writes through the same mask, and reductions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EMPTY = "that something is selected, of which a smallest or largest element is t
 class ResultInterpreter(Interpreter):
     """An Interpreter that also runs operators that take selected rows and return a tensor of fixed size.
 
-    For an operation that fails on an empty selection, it adds an assertion, which runs on the host with `told_gpu`.  `low`: lower
+    It adds an assertion to an operation that fails on an empty selection.  With `told_gpu` this runs on the host.  `low`: lower
     bounds of sizes on this path, by symbol (default 0).
     """
 
@@ -56,7 +56,7 @@ class ResultInterpreter(Interpreter):
         if handler is not None:
             result: Any = handler(node, arguments(node))
         elif is_pointwise(node) and not any(map(node_axes, node.all_input_nodes)):
-            result = self._rows(node)  # it uses a size as a number
+            result = self._rows(node)  # the operator uses a size as a value
         elif name_of(node) in ("all.dim", "any.dim", "sum.dim_IntList"):
             result = self._reduced(node, arguments(node))
         else:
@@ -68,7 +68,7 @@ class ResultInterpreter(Interpreter):
         self.values[node] = result
 
     def _put(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
-        """Runs `x[mask] = values`, where the same mask selected the rows that give the values; or `x[positions] = values`."""
+        """Runs `x[mask] = values` if `values` has a row for each row that this mask selected; or `x[positions] = values`."""
         target, indices, rows = inputs["self"], inputs["indices"], inputs["values"]
         if indices and all(index is None or index.meta["val"].dtype not in MASKS for index in indices):
             return self._put_at(node, target, indices, rows, inputs["accumulate"])

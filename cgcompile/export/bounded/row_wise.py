@@ -1,7 +1,7 @@
 """Checks that an operator does not mix padding into valid elements.
 
-Padding are the elements after the true size of an axis whose size depends on data.  An operator is safe if it does not combine
-elements along such an axis.  The tables below say along which axes operators combine elements.
+Padding is the elements after the true size of an axis whose size depends on data.  An operator is safe if it does not combine
+elements along such an axis.  The tables below list the axes along which operators combine elements.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMBINING_DIM = frozenset({
 """Operators that combine or move elements along the axes in their argument `dim` or `dims`, and along no other axis."""
 
 CUMULATIVE = frozenset(["cumsum", "cumprod", "logcumsumexp"])
-"""Operators whose result at a position depends only on the elements up to this position, never on padding behind it."""
+"""Operators whose result at a position depends only on elements up to it.  Padding comes after valid elements."""
 
 MATRIX_PRODUCTS = ("linear", "addmm")
 """Operators that sum along the last axis of their left matrix."""
@@ -66,7 +66,7 @@ def is_pointwise(node: Node) -> bool:
 
 def check_rows(node: Node) -> None:
     """Raises Unsupported if valid elements of the result may depend on padding.  Does not check indices: the caller sets
-    those in the padding to 0."""
+    indices in the padding to 0."""
     name = name_of(node)
     inputs = arguments(node)
     if is_pointwise(node):

@@ -41,8 +41,8 @@ class Unique(NamedTuple):
 
 
 def unique(x: Tensor, valid: Tensor | None, *, ordered: bool) -> Unique:
-    """Returns the distinct elements of a tensor, ascending if `ordered`, else of runs in order (unique_consecutive).  `valid`: mask
-    of valid elements, of the shape of `x`; without `ordered` they must come first."""
+    """Returns the distinct elements of a tensor, ascending; without `ordered` one element per run (unique_consecutive).  `valid`:
+    mask of valid elements, of the shape of `x`; without `ordered` they must come first."""
     flat = x.reshape(-1)
     size = flat.shape[0]
     counts = torch.ones(size, dtype=torch.bool, device=x.device) if valid is None else valid.reshape(-1)
@@ -81,7 +81,7 @@ def sort(x: Tensor, valid: Tensor | None, axis: int, descending: bool) -> tuple[
 def kept_boxes(boxes: Tensor, scores: Tensor, threshold: float, valid: Tensor | None) -> Selected:
     """Non-maximum suppression as in torchvision: boxes [n, 4] (x1, y1, x2, y2), scores [n].  Returns positions by descending score.
 
-    A box stays unless it overlaps a staying box with a higher score.  This condition over all boxes has one solution.  The loop
+    A box is kept unless it overlaps a kept box with a higher score.  This condition over all boxes has one solution.  The loop
     evaluates it until nothing changes, at most n times.
     """
     _, order = sort(scores, valid, 0, True)

@@ -52,14 +52,14 @@ def _lift(module: GraphModule) -> bool:
             tensor_nodes = _tensors(body)
             changed |= bool(tensor_nodes)
             for inner in tensor_nodes:
-                _hand_in(module, node, body, inner)
+                _add_operand(module, node, body, inner)
     if changed:
         module.recompile()
     return changed
 
 
-def _hand_in(module: GraphModule, node: Node, body: GraphModule, inner: Node) -> None:
-    """Makes the tensor that node `inner` of `body` reads a further operand of `node`."""
+def _add_operand(module: GraphModule, node: Node, body: GraphModule, inner: Node) -> None:
+    """Makes the tensor that node `inner` of `body` reads an operand of `node` and an input of its bodies."""
     value = getattr(body, str(inner.target))
     with module.graph.inserting_before(node):
         outer = module.graph.get_attr(add_attribute(module, "body_constant", value))
@@ -89,7 +89,7 @@ def _placeholder(graph: Graph, name: str, before: Node, like: Node) -> Node:
 
 
 def _tensors(module: GraphModule) -> list[Node]:
-    """Returns one node for each tensor of its module that a graph reads, and merges duplicate nodes."""
+    """Returns one node for each tensor attribute that the graph reads, and merges duplicate nodes."""
     first: dict[str, Node] = {}
     for node in list(module.graph.nodes):
         name = str(node.target)

@@ -1,4 +1,4 @@
-"""Replaces operators by others of PyTorch: composite operators of other libraries, grouped matrix products, and resized tensors."""
+"""Replaces composite operators of other libraries, grouped matrix products, and resized tensors by other PyTorch operators."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def without_composites(program: ExportedProgram) -> ExportedProgram:
 
 
 def give_sizes_at_once(program: ExportedProgram) -> None:
-    """Creates tensors with their final size that the program creates empty and then resizes (`input.new().resize_as_(x)`,
-    torch.nn.CrossMapLRN2d): torch (2.11, 2.13) cannot functionalize views of a resized tensor.  The size is a constant, since
+    """Replaces a tensor that is created empty and then resized (`input.new().resize_as_(x)`, torch.nn.CrossMapLRN2d) by one with
+    the final size, since torch (2.11, 2.13) cannot functionalize views of a resized tensor.  The size is a constant, since
     torch.export specializes sizes of resized tensors."""
     for node in list(program.graph.nodes):
         operand = node.args[0] if node.target in (aten.resize_as_.default, aten.resize_.default) else None
@@ -57,8 +57,8 @@ FEW = 16
 def grouped_product(
     rows: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Multiplies rows (s, k) by the matrix of their group (g, k, n); the result is (s, n).  `offs` (g): ends of the groups.  Rows
-    after the last end give 0.
+    """Multiplies rows (s, k) by the matrix of their group (g, k, n); the result is (s, n).  `offs` (g): the row after each group.
+    Rows after the last group become 0.
 
     PyTorch's operator reads `offs` on the host unless the operands are bfloat16 on a GPU of compute capability 9 or more; then this
     returns NotImplemented.  All rows are multiplied by every matrix: the work grows with the groups, but no size depends on data.

@@ -1,4 +1,4 @@
-"""Branches and loops that depend on data: which of them can be conditional nodes of a CUDA graph.
+"""Finds which branches and loops on data can be conditional nodes of a CUDA graph.
 
 Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`.
 """

@@ -1,6 +1,6 @@
 """Replaces higher-order operators of an exported program by their operations: operators that call a graph once (gradient mode,
-autocast, checkpoint), loops with a fixed number of iterations, and flex_attention.  Operators that depend on data (cond,
-while_loop) stay.  So do scans along an axis of a declared dimension.
+autocast, checkpoint), loops with a fixed number of iterations, and flex_attention.  Keeps operators that depend on data (cond,
+while_loop), and scans along an axis of a declared dimension.
 
 Private interfaces (torch 2.11, 2.13): the order of these operators' arguments, and their names.
 """
@@ -29,8 +29,8 @@ VMAP = "torch._functorch.predispatch"
 
 
 def expanded(program: ExportedProgram) -> ExportedProgram:
-    """Returns `program` without these operators, or the same program if it has none.  An operator without a user's line in its
-    stack trace gets that of the nearest user of its result."""
+    """Returns `program` without these operators, or the same program if it has none.  An operator whose stack trace has no line of
+    the model gets that of the nearest node that uses its result."""
     if any(_higher_order(node) for node in program.graph.nodes):
         program = _without_loops(program)
     nodes = [node for module in _graphs(program.graph_module) for node in module.graph.nodes]
@@ -94,7 +94,7 @@ def _expand(module: GraphModule) -> None:
 
 
 def _trace(node: Node) -> str:
-    """Returns the stack trace of a node; if it has no line of the user's, that of the nearest node that uses its result."""
+    """Returns the stack trace of a node, or, if this has no line of the model, that of the nearest node that uses its result."""
     reached = [node]
     for candidate in reached:
         if place(candidate)[0] or len(reached) > 64:

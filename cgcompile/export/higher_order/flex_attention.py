@@ -76,7 +76,7 @@ def _attention(
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Computes `left @ right` of four axes each, without `matmul`, whose trace in torch 2.11 specializes declared dimensions."""
+    """Computes `left @ right` of tensors with four axes.  A trace of `matmul` in torch 2.11 specializes declared dimensions."""
     return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
 
 
@@ -88,8 +88,8 @@ def _over_positions(function: Callable[..., torch.Tensor], prefix: tuple[int, ..
 
 
 def _scalar_function(body: GraphModule) -> Callable[..., torch.Tensor]:
-    """Returns the graph of the score or the mask as a function.  In it torch reads tensors at a position (`bias[head]`) with
-    `ModIndex`, which only vmap can run; `aten.index` replaces it."""
+    """Returns the graph of the score or the mask as a function.  The graph reads tensors at a position (`bias[head]`) with
+    `ModIndex`, which only vmap can run; the function uses `aten.index`."""
 
     def run(*arguments: Any) -> torch.Tensor:
         output: torch.Tensor = _Indexing(body).run(*arguments)

@@ -1,4 +1,4 @@
-"""Copies the operations of a graph that a higher-order operator calls into the calling graph."""
+"""Copies the operations of a graph into the graph that calls it by a higher-order operator."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def body_of(module: GraphModule, node: Any) -> GraphModule | None:
 
 
 def inlined(first: int, operands: int) -> Callable[[GraphModule, Node], Results | None]:
-    """Returns a function that expands an operator.  Argument number `first` is its graph, and arguments from number `operands` on
-    are the graph's inputs."""
+    """Returns a function that expands an operator.  Argument number `first` is its graph.  Arguments from number `operands` on are
+    the graph's inputs."""
 
     def expand(module: GraphModule, node: Node) -> Results | None:
         body = body_of(module, node.args[first])
@@ -55,7 +55,7 @@ def inline(module: GraphModule, body: GraphModule, operands: Sequence[Any], call
 
 
 def add_attribute(module: GraphModule, name: str, value: Any) -> str:
-    """Adds `value` as an attribute of the module, and returns its name: `name`, or with a number if that is in use."""
+    """Adds `value` as an attribute of the module.  Returns its name: `name`, with a number if that is in use."""
     number, free = 0, name
     while hasattr(module, free):
         number, free = number + 1, f"{name}_{number}"

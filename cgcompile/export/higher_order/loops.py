@@ -14,18 +14,18 @@ from torch.fx import GraphModule, Node
 from .inline import Results, add_call, body_of, fake_mode, inline
 
 LONGEST = 4096
-"""Most nodes that an unrolled loop may have."""
+"""Maximum number of nodes of an unrolled loop."""
 
 
 def scan(module: GraphModule, node: Node) -> Results | None:
     """Unrolls scan(body, init, xs, more): returns the final carries, then the stacked outputs of all iterations."""
     body, init, xs, more = body_of(module, node.args[0]), list(node.args[1]), list(node.args[2]), list(node.args[3])
-    turns = _turns(body, xs)
-    if body is None or not turns or fake_mode(node) is None:
+    iterations = _iterations(body, xs)
+    if body is None or not iterations or fake_mode(node) is None:
         return None
     carries, rows = init, []
-    for turn in range(turns):
-        results = inline(module, body, [*carries, *_selected(module, node, xs, turn), *more], node)
+    for iteration in range(iterations):
+        results = inline(module, body, [*carries, *_selected(module, node, xs, iteration), *more], node)
         if results is None:
             return None
         carries, row = list(results[: len(init)]), list(results[len(init) :])
@@ -36,13 +36,13 @@ def scan(module: GraphModule, node: Node) -> Results | None:
 def map_rows(module: GraphModule, node: Node) -> Results | None:
     """Unrolls map_impl(body, xs, more): returns the stacked outputs of all iterations."""
     body, xs, more = body_of(module, node.args[0]), list(node.args[1]), list(node.args[2])
-    turns = _turns(body, xs)
-    if body is None or not turns or fake_mode(node) is None:
+    iterations = _iterations(body, xs)
+    if body is None or not iterations or fake_mode(node) is None:
         return None
     rows = []
-    for turn in range(turns):
+    for iteration in range(iterations):
         results = inline(
-            module, body, [*[add_call(module, node, torch.ops.aten.select.int, tensor, 0, turn) for tensor in xs], *more], node
+            module, body, [*[add_call(module, node, torch.ops.aten.select.int, tensor, 0, iteration) for tensor in xs], *more], node
         )
         if results is None:
             return None
@@ -50,16 +50,16 @@ def map_rows(module: GraphModule, node: Node) -> Results | None:
     return _stacked(module, node, rows)
 
 
-def _selected(module: GraphModule, node: Node, xs: Sequence[Any], turn: int) -> list[Node]:
-    return [add_call(module, node, torch.ops.aten.select.int, tensor, 0, turn) for tensor in xs]
+def _selected(module: GraphModule, node: Node, xs: Sequence[Any], iteration: int) -> list[Node]:
+    return [add_call(module, node, torch.ops.aten.select.int, tensor, 0, iteration) for tensor in xs]
 
 
 def _stacked(module: GraphModule, node: Node, rows: Sequence[Sequence[Any]]) -> list[Node]:
     return [add_call(module, node, torch.ops.aten.stack.default, list(column)) for column in zip(*rows, strict=True)]
 
 
-def _turns(body: GraphModule | None, xs: Sequence[Any]) -> int:
-    """Returns the iterations of a loop over the first axis of `xs`, or 0 if they are no constant, or too many."""
+def _iterations(body: GraphModule | None, xs: Sequence[Any]) -> int:
+    """Returns the number of iterations of a loop over the first axis of `xs`, or 0 if it is not constant or too large."""
     if body is None or not xs:
         return 0
     size = xs[0].meta["val"].shape[0]

@@ -1,6 +1,6 @@
 """Short error messages for bodies of `torch.cond` and `torch.while_loop` that torch refuses, some also in eager PyTorch.
 
-torch's messages (2.11, 2.13) have about thirty lines.  The first one does not name the cause, or the model's line is missing.
+torch's messages (2.11, 2.13) have about thirty lines.  Either the first does not name the cause, or the model's line is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .conditionals import bodies, higher_order, is_conditional
 OPERATOR = re.compile(r"Higher Order Operator: (torch\.\w+)")
 
 INTRODUCTION = "This higher order operator doesn't work"
-"""Beginning of the lines before the cause."""
+"""Start of a line of torch's message that does not name the cause."""
 
 ALIASING, MUTATION = "Encountered aliasing", "Input mutation detected"
 """Texts of torch 2.11; later versions accept such bodies."""
@@ -39,8 +39,8 @@ def refused_body(error: BaseException | None) -> tuple[str, str]:
     if MUTATION in text:
         return f"{operator[1]}: {WRITES}, which torch refuses", WRITES_FIX
     if unlike := UNLIKE.search(text):
-        kind, actual, taken = [re.sub(r"torch\.(?:Size\((.*)\))?", r"\1", group) for group in unlike.groups()]
-        return f"{operator[1]}: a body gives a tensor of {kind} {actual} for one of {taken}", f"keep the {kind} from turn to turn"
+        kind, actual, wanted = [re.sub(r"torch\.(?:Size\((.*)\))?", r"\1", group) for group in unlike.groups()]
+        return f"{operator[1]}: a body gives a tensor of {kind} {actual} for one of {wanted}", f"keep the {kind} from turn to turn"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(INTRODUCTION)]
     why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), lines[0])
     return f"{operator[1]}: torch refuses a body: {why}", "write bodies in tensors alone, as functions of their operands"

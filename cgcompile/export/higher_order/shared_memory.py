@@ -1,6 +1,6 @@
 """Copies operands and results of branches and loops that share memory.  A body may return an operand itself, or one tensor twice.
-Two operands may be one tensor, or a view and its base.  Eager PyTorch accepts them (`lambda y: y`, `(i, zeros, zeros)`), but the
-functional form of a program needs separate memory for each.
+Two operands may be one tensor, or a view and its base.  Eager PyTorch accepts this (`lambda y: y`, `(i, zeros, zeros)`), but in the
+functional form of a program, operands and results may not share memory.
 
 Private interfaces (torch 2.11, 2.13): the storage's `_cdata`, which is equal for fake tensors that share memory, and
 `torch._C._dispatch_has_kernel_for_dispatch_key`.
@@ -33,27 +33,27 @@ def copy_shared(module: GraphModule) -> None:
 
 def _copy_operands(part: GraphModule, node: Node) -> None:
     operands, structure = tree_flatten(node.args)
-    taken: set[int | None] = set()
+    used: set[int | None] = set()
     new_operands = []
     for number, operand in enumerate(operands):
         # `torch.cond` reads its first argument, the predicate, before a body runs
         memory = _memory(operand) if number or higher_order(node) == WHILE else None
-        new_operands.append(_copied(part, node, operand, node) if memory in taken else operand)
-        taken |= {memory} - {None}
+        new_operands.append(_copied(part, node, operand, node) if memory in used else operand)
+        used |= {memory} - {None}
     if new_operands != operands:
         node.args = tree_unflatten(new_operands, structure)
         part.recompile()
 
 
 def _copy_results(body: GraphModule, caller: Node) -> None:
-    taken = {_memory(node) for node in body.graph.find_nodes(op="placeholder")} - {None}
+    used = {_memory(node) for node in body.graph.find_nodes(op="placeholder")} - {None}
     output = body.graph.output_node()
     results, structure = tree_flatten(output.args[0])
     new_results = []
     for result in results:
         memory = _memory(result)
-        new_results.append(_copied(body, output, result, caller) if memory in taken else result)
-        taken |= {memory} - {None}
+        new_results.append(_copied(body, output, result, caller) if memory in used else result)
+        used |= {memory} - {None}
     if new_results != results:
         output.args = (tree_unflatten(new_results, structure),)
         body.recompile()

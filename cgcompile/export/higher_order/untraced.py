@@ -1,10 +1,10 @@
 """Exports models that torch.export alone cannot trace: derivatives by autograd, products under nested vmap, and module hashes.
 
-torch.export traces above autograd.  It does not trace the operators that torch.autograd.grad() runs below, finds values without
-a history, and stops (forces of an energy, residuals of an equation, densities).  An export below autograd traces each operator
-of the derivative.  A product under two torch.vmap() leaves a value of the inner one among the program's constants, where
-only operators without users read it.  While torch.export traces, each read of an attribute looks a module up by its hash.  A hash
-that is computed from attributes would recurse without end.
+torch.export traces above autograd, so it does not trace the operators that torch.autograd.grad() runs.  It fails at their results
+(forces of an energy, residuals of an equation, densities).  An export below autograd traces each operator of the derivative.
+A product under two nested torch.vmap() leaves a value of the inner vmap in the program's constants.  Only operators without users
+read it.  While torch.export traces, each read of an attribute looks a module up by its hash.  A `__hash__` that reads attributes
+would recurse without end.
 
 Private interfaces of torch: `torch.export._trace._export(pre_dispatch=False)` and `is_functorch_wrapped_tensor`.  Run with
 torch 2.13; those of 2.11 have the same parameters.
@@ -30,14 +30,15 @@ BACKWARD = "Cannot backprop through mirrored meta"
 
 
 def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
-    """Exports `module`.  A model that computes derivatives by autograd is traced once more, below autograd."""
+    """Exports `module`.  A model that computes derivatives by autograd is exported again, below autograd."""
     try:
         with _hashes_computed_before(module):
             return _without_leaks(torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False))
     except RuntimeError as error:
         if UNTRACED not in str(error):
             raise
-    # detached inputs are leaves of no earlier call's graph; export would trace the derivative of outputs that have a history
+    # inputs are detached because they may belong to the autograd graph of an earlier call
+    # outputs are detached because torch would also trace the derivative of outputs with a history
     fresh = tuple([tensor.detach() for tensor in tensors])
     with _outputs_without_history(module), _hashes_computed_before(module):
         return _export(module, fresh, dynamic_shapes=dynamic, strict=False, pre_dispatch=False)
@@ -83,8 +84,8 @@ def _outputs_without_history(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hashes_computed_before(model: torch.nn.Module) -> Iterator[None]:
-    """Caches the hashes of modules whose class defines `__hash__`, while the context is active.  The cache is by `__dict__`, which
-    torch.export's copies of a module share."""
+    """Caches the hashes of modules whose class defines `__hash__`, while the context is active.  The key is the id of `__dict__`,
+    which torch.export's copies of a module share."""
     hashed_modules = [module for module in model.modules() if type(module).__hash__ is not object.__hash__]
     hashes = {id(vars(module)): hash(module) for module in hashed_modules}
     kinds = {kind for module in hashed_modules for kind in type(module).__mro__ if "__hash__" in vars(kind) and kind is not object}

@@ -19,7 +19,7 @@ ENDLESS = f"{WHILE_FIX}; --max-paths sets how many iterations are tried"
 TOO_MANY = "raise --max-paths, or select with torch.where"
 
 TURNS = 4
-"""If one position gets this many equal answers, it is probably a loop.  An extra trace then tests whether the loop ends."""
+"""A position with this many equal answers is probably a loop.  An extra trace then tests whether the loop ends."""
 
 RESTARTS = 3
 """Maximum number of times that all lines are traced again with other preferred answers (see `TracedPaths._restart`)."""
@@ -27,16 +27,16 @@ RESTARTS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Branch:
-    """The path with the other answer to a question.  `other`: its line, or the error that the model raises.  `join`: where that
-    line joins again; None if the model raises."""
+    """The path with the other answer to a question.  `other`: its line, or the error that the model raises.  `join`: where the
+    lines join; None if the model raises."""
 
     other: Line | Raised
     join: Join | None
 
 
 class PathsRefused(Exception):
-    """The paths of a model cannot become one program.  `obstacle`: the reason, and the source line of the question.  It is the
-    `__cause__` of a ModelError."""
+    """The paths of a model cannot become one program.  `obstacle`: the reason, and the source line of the question.  The
+    exception is the `__cause__` of a ModelError."""
 
     def __init__(self, code: str, question: Question | TooManyTurns, reason: str, hint: str = "") -> None:
         super().__init__(reason)
@@ -46,13 +46,13 @@ class PathsRefused(Exception):
 
 
 class _Restart(Exception):
-    """Preferred answers changed: all lines must be traced again."""
+    """Raised if preferred answers changed: all lines must be traced again."""
 
 
 class TracedPaths:
     """The lines of a model's paths, traced on demand.
 
-    `attempt` exports the model, with the answers in `flat.way`.  `most`: the maximum number of lines.
+    `attempt` exports the model, with the answers in `flat.way`.  `most`: maximum number of lines.
     """
 
     def __init__(self, flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int) -> None:
@@ -139,11 +139,11 @@ class TracedPaths:
 
     def _check_bounded(self, line: Line, number: int, forced: tuple[bool, ...]) -> None:
         """Raises PathsRefused (data-dependent-branch) for a loop without a bound.  After TURNS equal answers at one position it
-        traces the path on which this position always gets that answer.  Else every number of iterations would become a line."""
-        spot, stays = line.questions[number].spot, forced[number]
-        turns = [question.answer for question in line.questions[:number] if question.spot == spot]
-        if turns == [stays] * TURNS:
-            self._trace(forced, {**self._preferred, spot: stays})
+        traces the path on which this position always gets that answer.  Otherwise each number of iterations would become a line."""
+        spot, answer = line.questions[number].spot, forced[number]
+        earlier_answers = [question.answer for question in line.questions[:number] if question.spot == spot]
+        if earlier_answers == [answer] * TURNS:
+            self._trace(forced, {**self._preferred, spot: answer})
 
     def _closed(self, line: Line, number: int, position: int) -> bool:
         """Whether all branches between question `number` and `position` of a line join it at or before `position`."""
@@ -182,8 +182,8 @@ class TracedPaths:
                     raise PathsRefused("structure-unsupported", question, reason, fix)
 
     def _first_not_raising(self, forced: tuple[bool, ...]) -> Line | Raised:
-        """Traces paths that begin with the answers `forced`, until the model does not raise.  Returns that line, or the error if
-        the model raises on all of them.  Changes the last answer first, as a depth-first search does."""
+        """Traces paths that begin with the answers `forced`, until the model does not raise on one.  Returns its line, or the error
+        if the model raises on all of them.  Changes the last answer first, as a depth-first search does."""
         answers = forced
         while True:
             if len(self._lines) + len(self._raising) >= self._most:

@@ -1,4 +1,4 @@
-"""Finds where two lines that split at a question join again: there, the rest is the same function of the tensors in variables."""
+"""Finds where two lines that split at a question join again.  From there, both run the same operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pair = tuple[Any, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Join:
-    """From position `other`, the other line does the same as the main line from position `main`.  `pairs`: the values used there.
+    """From position `other`, the other line runs the same operations as the main line from position `main`.  `pairs`: their inputs.
 
     `question`: number of the main line's question at `main`, or None after the last one.  `ends`: only the outputs are common.
     """
@@ -34,12 +34,12 @@ class Join:
 def joins(main: Line, other: Line, parted: int) -> Iterator[Join | None]:
     """Yields the possible joins of two lines that split at question `parted`, the nearest first.  The last one joins only outputs,
     which works for all results of equal structure.  Yields None for a join that needs `other` as the main line."""
-    for at in range(parted + 1, len(other.questions)):
-        for to in range(parted + 1, len(main.questions)):
-            if _same_rest(main, to, other, at):
-                pairs = [(main.live[to][name], other.live[at][name]) for name in main.live[to]]
+    for other_number in range(parted + 1, len(other.questions)):
+        for number in range(parted + 1, len(main.questions)):
+            if _same_rest(main, number, other, other_number):
+                pairs = [(main.live[number][name], other.live[other_number][name]) for name in main.live[number]]
                 if (distinct := _distinct(main, other, pairs)) is not None:
-                    yield Join(main=main.markers[to], other=other.markers[at], question=to, pairs=distinct)
+                    yield Join(main=main.markers[number], other=other.markers[other_number], question=number, pairs=distinct)
                 elif _distinct(other, main, [(right, left) for left, right in pairs]) is not None:
                     yield None
     if (tail := _tail(main, other, parted)) is not None:
@@ -48,7 +48,7 @@ def joins(main: Line, other: Line, parted: int) -> Iterator[Join | None]:
 
 
 def output(line: Line, slot: Slot) -> Any:
-    """Returns an output of a line; for a buffer or input that the line does not write, its placeholder."""
+    """Returns the node of an output of a line, or the placeholder of a buffer or input that the line does not write."""
     if slot in line.outputs:
         return line.outputs[slot]
     signature = line.program.graph_signature
@@ -57,14 +57,17 @@ def output(line: Line, slot: Slot) -> Any:
     return next(node for node in line.program.graph.find_nodes(op="placeholder") if node.name == name)
 
 
-def _same_rest(main: Line, to: int, other: Line, at: int) -> bool:
+def _same_rest(main: Line, number: int, other: Line, other_number: int) -> bool:
     """Whether Python's state is the same at two questions, and both lines have the same questions and answers from there on."""
-    left, right = main.questions[to], other.questions[at]
+    left, right = main.questions[number], other.questions[other_number]
     if left.spot != right.spot or left.state != right.state or left.names != right.names:
         return False
     if (main.writes or other.writes) and left.memory != right.memory:
         return False
-    rests = [[(question.spot, question.answer) for question in rest] for rest in (main.questions[to:], other.questions[at:])]
+    rests = [
+        [(question.spot, question.answer) for question in rest]
+        for rest in (main.questions[number:], other.questions[other_number:])
+    ]
     return rests[0] == rests[1] and main.result == other.result
 
 
@@ -81,7 +84,7 @@ def _distinct(main: Line, other: Line, pairs: Sequence[Pair]) -> tuple[Pair, ...
 
 
 def _tail(main: Line, other: Line, parted: int) -> Join | None:
-    """Returns a join at the longest common tail after the last questions: equal operations at the same lines of the model."""
+    """Returns a join at the longest common end after the last questions: equal operations from the same lines of the model."""
     if main.outputs.keys() != other.outputs.keys() or main.result != other.result:
         return None
     last_questions = [line.markers[-1] if line.markers else -1 for line in (main, other)]
@@ -106,12 +109,12 @@ def _boundary(main: Line, other: Line, length: int) -> tuple[Pair, ...] | None:
     """Returns the pairs of values that the last `length` operations of both lines take as inputs, or None if they do not match."""
     first = main.end - length, other.end - length
     pairs: list[Pair] = []
-    ends = [
+    last_operations = [
         *zip(main.nodes[first[0] :], other.nodes[first[1] :], strict=True),
     ]
     uses = [
         pair
-        for left, right in ends
+        for left, right in last_operations
         for pair in zip(nodes_of((left.args, left.kwargs)), nodes_of((right.args, right.kwargs)), strict=True)
     ]
     for slot in main.outputs:
@@ -138,7 +141,7 @@ def _boundary(main: Line, other: Line, length: int) -> tuple[Pair, ...] | None:
 
 
 def _meta(node: Node) -> Hashable:
-    """Returns dtypes, shapes and strides of a node's values, which must be equal for corresponding values."""
+    """Returns dtypes, shapes and strides of a node's values.  They must be equal for corresponding nodes."""
     values = tree_leaves(node.meta.get("val"))
     return tuple(
         [

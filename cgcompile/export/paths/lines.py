@@ -35,7 +35,7 @@ TORCH_STOPS = (
     DataDependentOutputException,
     UnsupportedOperatorException,
 )
-"""Errors of torch, raised in the model's code, for operations that it cannot trace."""
+"""torch's errors in the model's code for operations that it cannot trace."""
 
 Slot = tuple[str, Any]
 """An output of a line: (kind of mutation, name) for a buffer or input that it writes, or ("result", number).  ("count", (result,
@@ -56,8 +56,8 @@ class Line:
     """The program of one path.  `answers`, `questions`: on this path, in order.  `asks`, `reads`, `sizes`: as in TracedWay.
     `exported`: the program before it became functional.  `writes`: the model's code writes to tensors in place.  `changed`: changed
     attributes.  `assumes`, `unsupported`: as in FixedSizes.  `markers`: positions of the questions in `nodes`.  `live`: for each
-    question, the tensors in Python variables, by name, and the condition as "asked".  `keys`: equal for nodes of all lines that
-    have the same value.  `at`: position of each node."""
+    question, the tensors in Python variables, by name, and the condition as "asked".  `keys`: equal for nodes, also of two lines,
+    with the same value.  `at`: position of each node."""
 
     answers: tuple[bool, ...]
     asks: tuple[bool, ...]
@@ -92,7 +92,7 @@ def trace_line(
     limit: int,
 ) -> tuple[Line | Raised, tuple[Question, ...]]:
     """Traces the path that begins with the answers `forced`.  Returns its line, or the error that the model raises, and the
-    questions.  `preferred`: later answers by position (default True).  `limit`: most questions at one position."""
+    questions.  `preferred`: later answers by position (default True).  `limit`: maximum number of questions at one position."""
     way = TracedWay(forced, preferred, limit)
     before, flat.way = flat.way, way
     try:
@@ -116,7 +116,7 @@ def _of_torch(error: BaseException) -> bool:
 
 
 def _line(exported: ExportedProgram, way: TracedWay, *, told_gpu: bool) -> Line:
-    """Makes a line of an exported path.  `told_gpu`: the bundle is for a GPU."""
+    """Returns the line of an exported path.  `told_gpu`: the bundle is for a GPU."""
     try:
         program = functional_form(exported)
     except Exception as error:
@@ -150,7 +150,7 @@ def _writes(node: Node) -> bool:
 
 
 def _outputs(program: ExportedProgram, counts: Sequence[tuple[int, int]]) -> dict[Slot, Any]:
-    """Returns the outputs of a program by slot.  Its last results are the `counts`, given as (result, axis)."""
+    """Returns the outputs of a program by slot.  `counts`: (result, axis) of the program's last results, which are counts."""
     slots: dict[Slot, Any] = {}
     values = program.graph.output_node().args[0]
     results = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
@@ -166,7 +166,7 @@ def _outputs(program: ExportedProgram, counts: Sequence[tuple[int, int]]) -> dic
 
 
 def placeholders(program: ExportedProgram) -> dict[Node, Hashable]:
-    """Returns the inputs of a program with keys that are equal for the same input in the programs of all paths."""
+    """Returns {input of a program: key}.  The same input has the same key in the programs of all paths."""
     inputs: dict[Node, Hashable] = {}
     nodes = program.graph.find_nodes(op="placeholder")
     for number, (node, spec) in enumerate(zip(nodes, program.graph_signature.input_specs, strict=True)):
@@ -211,11 +211,11 @@ def _keys(program: ExportedProgram, way: TracedWay) -> dict[Node, Hashable]:
             keys[node] = _digest(("graph", _text(getattr(program.graph_module, str(node.target)))))
             continue
         args = map_arg((node.args, node.kwargs), lambda argument: _Key(keys[argument]))
-        place: tuple[Any, ...] = ()
+        history: tuple[Any, ...] = ()
         if not is_pure(node):
-            place = answers, count
+            history = answers, count
             count += 1
-        keys[node] = _digest((str(node.target), repr(args), place))
+        keys[node] = _digest((str(node.target), repr(args), history))
     return keys
 
 
@@ -232,7 +232,7 @@ def _digest(value: Any) -> str:
 
 
 def _text(module: Any) -> str:
-    """Returns a text of a graph that an operator calls, including inner graphs."""
+    """Returns the text of a graph, including inner graphs."""
     if not isinstance(module, GraphModule):
         return str(id(module))
     inner = [_text(getattr(module, str(node.target))) for node in module.graph.find_nodes(op="get_attr")]

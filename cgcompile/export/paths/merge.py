@@ -1,4 +1,4 @@
-"""Merges all lines into one program: common operations occur once, and each question becomes a `torch.cond`, whose bodies are the
+"""Merges all lines into one program.  Common operations occur once.  Each question becomes a `torch.cond`, whose bodies are the
 lines until they join.
 
 Private interfaces (torch 2.11, 2.13): the order of the arguments of `torch.cond` as an operator, `FakeTensor.fake_mode`,
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 
 class Unjoinable(Exception):
-    """Operations after a join need a value that only one of the lines computes."""
+    """Raised if operations after a join need a value that only one line computes."""
 
     def __init__(self, line: Line, number: int, position: int) -> None:
         super().__init__(number)
@@ -47,7 +47,8 @@ class Unjoinable(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Closed:
-    """The operations of `line` from question `number` to the join, which are inside a branch.  `common`: keys of the other line."""
+    """The operations of `line` from question `number` to the join, which are inside a branch.  `common`: the other line's keys
+    before the join."""
 
     line: Line
     number: int
@@ -85,7 +86,7 @@ class _Body:
             return self.values.get(key)
         outer = self.parent.known(key)
         if outer is None or not isinstance(outer.meta.get("val"), torch.Tensor):
-            return None  # numbers are computed again: operands of a branch are tensors
+            return None  # numbers are computed again, since operands of a branch must be tensors
         self.values[key] = self.taking(outer)
         return self.values[key]
 
@@ -100,7 +101,7 @@ class _Body:
         return self.taken[outer]
 
     def value(self, line: Line, node: Node) -> Node:
-        """Returns the node of this graph for a line's node, and copies it if it is missing.  Raises Unjoinable."""
+        """Returns the node of this graph for a line's node, which is copied if it is missing.  Raises Unjoinable."""
         key = line.keys[node]
         if (existing := self.known(key)) is not None:
             return existing
@@ -152,8 +153,8 @@ class _Body:
 
 
 def merged(traced: TracedPaths, root: Line, told_gpu: bool) -> tuple[ExportedProgram, GraphModule]:
-    """Returns the program of all lines, and the graph before it became functional.  The branches of that graph have the answers
-    before their question as `meta["question"]`.  Raises Unjoinable, PathsRefused."""
+    """Returns the program of all lines, and its graph before functionalization.  There, `meta["question"]` of a branch has the
+    answers before the question.  Raises Unjoinable, PathsRefused."""
     program = root.program
     inputs = placeholders(program)
     mode = next(value.fake_mode for node in inputs for value in [node.meta.get("val")] if hasattr(value, "fake_mode"))
@@ -178,7 +179,7 @@ def merged(traced: TracedPaths, root: Line, told_gpu: bool) -> tuple[ExportedPro
             )
         body.values[key] = place
     placed = {node.name for node in body.graph.nodes}
-    specs = [spec for spec in specs if spec.arg.name in placed]  # equal constants became one
+    specs = [spec for spec in specs if spec.arg.name in placed]  # equal constants share one placeholder
     _order_inputs(body.graph, specs)
     counted = CountedResults(traced.lines)
     slots = _emit(traced, counted, body, root, 0, root.end, told_gpu)
@@ -240,7 +241,7 @@ def _outputs(body: _Body, root: Line, counted: CountedResults, slots: dict[Slot,
 def _emit(
     traced: TracedPaths, counted: CountedResults, body: _Body, line: Line, start: int, stop: int, told_gpu: bool
 ) -> dict[Slot, Any]:
-    """Adds the operations and branches of a line between two positions.  Returns the outputs by slot if that reaches the end."""
+    """Adds the operations and branches of a line between two positions.  Returns the outputs by slot, or {} before the end."""
     numbers = {position: number for number, position in enumerate(line.markers)}
     position = start
     while position < stop:
@@ -254,9 +255,9 @@ def _emit(
                 _assert(body, line, number, branch.other, told_gpu)
             else:
                 assert branch.join is not None
-                ends = _branch(traced, counted, body, line, number, branch.other, branch.join, told_gpu)
+                outputs = _branch(traced, counted, body, line, number, branch.other, branch.join, told_gpu)
                 if branch.join.ends:
-                    return ends
+                    return outputs
                 position = branch.join.main
                 continue
         position += 1
@@ -276,7 +277,7 @@ def _ended(counted: CountedResults, body: _Body, line: Line, slot: Slot) -> Any:
 
 def _slots(traced: TracedPaths, counted: CountedResults, line: Line) -> list[Slot]:
     """Returns the outputs that every line must have: all buffers and inputs that any line writes, results, and counts."""
-    written = [slot for way in traced.lines for slot in way.outputs if slot[0] not in ("result", "count")]
+    written = [slot for other in traced.lines for slot in other.outputs if slot[0] not in ("result", "count")]
     results = [slot for slot in line.outputs if slot[0] == "result"]
     return list(dict.fromkeys([*sorted(written), *results, *counted.slots]))
 
@@ -323,10 +324,10 @@ def _branch(
     _same_strides(sides, results, marker)
     if not kept_places:  # only assertions are left: a cond must return a tensor
         results = [[inner.add(aten.clone.default, (inner.taking(predicate),), marker)] for inner, _ in sides]
-    taken = list(dict.fromkeys([outer for inner, _ in sides for outer in inner.taken]))
+    operands = list(dict.fromkeys([outer for inner, _ in sides for outer in inner.taken]))
     modules = []
     for (inner, _), values in zip(sides, results, strict=True):
-        for outer in reversed(taken):
+        for outer in reversed(operands):
             place = inner.taking(outer)
             first = next(iter(inner.graph.nodes))
             if first is not place:
@@ -337,10 +338,10 @@ def _branch(
         modules.reverse()
     functions = [body.attribute(module) for module in modules]
     with body.mode:
-        likes = tuple([_like(result.meta["val"]) for result in results[0]])
-    conditional = body.add(torch.ops.higher_order.cond, (predicate, *functions, tuple(taken)), marker, likes)
+        fake_results = tuple([_like(result.meta["val"]) for result in results[0]])
+    conditional = body.add(torch.ops.higher_order.cond, (predicate, *functions, tuple(operands)), marker, fake_results)
     conditional.meta["question"] = line.answers[:number]
-    parts = [body.add(operator.getitem, (conditional, at), marker, value) for at, value in enumerate(likes)]
+    parts = [body.add(operator.getitem, (conditional, at), marker, value) for at, value in enumerate(fake_results)]
     by_place = dict(zip(kept_places, parts, strict=False)) | constants
     if join.ends:
         return {slot: by_place[place] for place, slot in enumerate(_slots(traced, counted, line))}
@@ -362,12 +363,12 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _constants(left: Sequence[Any], right: Sequence[Any]) -> dict[int, Any]:
-    """Returns {place: value} of results that are no tensors.  As part of the result's structure they are equal on both sides."""
+    """Returns {position: value} of results that are not tensors.  They are part of `Line.result`, so both sides have the same."""
     return {place: one for place, (one, _) in enumerate(zip(left, right, strict=True)) if not isinstance(one, Node)}
 
 
 def _new(body: _Body, value: Node, marker: Node) -> Node:
-    """Returns a result of a branch that shares no memory: the value itself, if it is a new tensor, else a clone."""
+    """Returns a branch's result that shares memory with no other: the value itself, if it is a new tensor, else a clone."""
     schema = getattr(value.target, "_schema", None)
     fresh = value.op == "call_function" and schema is not None and all(returned.alias_info is None for returned in schema.returns)
     if fresh and value not in body.results:

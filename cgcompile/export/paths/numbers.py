@@ -1,4 +1,5 @@
-"""Replaces numbers that Python read out of tensors and computed with by scalar tensors, which a branch can hold.
+"""Replaces numbers that Python read out of tensors, and numbers computed from them, by scalar tensors.  Operands and results of a
+branch must be tensors.
 
 Python computes with 64-bit numbers.  An operator casts a number to the dtype in which it computes, and so does the replacement.
 """
@@ -35,7 +36,7 @@ BINARY: Mapping[Any, Any] = {
     aten.ge.Scalar: aten.ge.Tensor, aten.lt.Scalar: aten.lt.Tensor, aten.le.Scalar: aten.le.Tensor, aten.eq.Scalar: aten.eq.Tensor,
     aten.ne.Scalar: aten.ne.Tensor,
 }  # fmt: skip
-"""Operators on a tensor and a number -> the same with a scalar tensor in the dtype in which they compute."""
+"""Operator on a tensor and a number -> the same operator on two tensors."""
 
 FILLED = frozenset({aten.full.default, aten.scalar_tensor.default})
 """Operators that fill a new tensor with one number."""
@@ -45,7 +46,7 @@ ROUNDED = frozenset({torch.float16, torch.bfloat16})
 
 
 def with_tensors(graph: Graph) -> None:
-    """Replaces, in place, reads of numbers that only supported operators use."""
+    """Replaces reads of numbers, in place, if only supported operators use the numbers."""
     for node in list(graph.nodes):
         if node.target in READS:
             _Number(graph, node).settle()
@@ -124,7 +125,7 @@ class _Number:
                     self._graph.erase_node(node)
 
     def _replace(self, user: Node) -> None:
-        """Replaces an operation by one with the tensor instead of the number."""
+        """Replaces an operation on a number by one on a tensor."""
         if user.target in FILLED:
             self._fill(user)
             return
@@ -144,7 +145,6 @@ class _Number:
         self._graph.erase_node(user)
 
     def _fill(self, user: Node) -> None:
-        """Replaces an operator that fills a new tensor with the number."""
         wanted_value = user.meta["val"]
         sizes = user.args[0] if user.target is aten.full.default else []
         with self._graph.inserting_before(user):
@@ -159,9 +159,9 @@ class _Number:
     def _call(self, like: Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Node:
         node = self._graph.call_function(target, args, dict(kwargs or {}))
         node.meta = {name: like.meta[name] for name in ("stack_trace", "nn_module_stack") if name in like.meta}
-        values: Callable[..., Any] = lambda argument: argument.meta["val"]  # noqa: E731
-        values_given = map_arg((args, dict(kwargs or {})), values)
-        mode = next(value.fake_mode for value in tree_leaves(values_given) if hasattr(value, "fake_mode"))
+        fake_value: Callable[..., Any] = lambda argument: argument.meta["val"]  # noqa: E731
+        fake_arguments = map_arg((args, dict(kwargs or {})), fake_value)
+        mode = next(value.fake_mode for value in tree_leaves(fake_arguments) if hasattr(value, "fake_mode"))
         with mode, torch.no_grad():
-            node.meta["val"] = target(*values_given[0], **values_given[1])
+            node.meta["val"] = target(*fake_arguments[0], **fake_arguments[1])
         return node

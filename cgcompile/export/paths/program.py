@@ -79,8 +79,8 @@ def with_paths(
 
 
 def _stopped(error: ModelError, cause: BaseException) -> tuple[ModelError, Obstacle]:
-    """Returns the error and obstacle for a line that torch cannot trace on a path.  If torch needs an integer's value there, it is
-    used as a size, except in `range()`."""
+    """Returns the error and obstacle for a line that torch cannot trace on a path.  If torch needs the value of an integer, the
+    line uses the integer as a size, except in `range()`."""
     where, line = user_place(cause)
     if error.code == "data-dependent-shape" or "extract specialized integer" not in text_of(cause) or "range(" in line:
         plain = ModelError(error.code, str(error), error.hint)
@@ -91,7 +91,8 @@ def _stopped(error: ModelError, cause: BaseException) -> tuple[ModelError, Obsta
 
 
 def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterator[Obstacle]:
-    """Yields obstacles for attributes that only paths outside the first calls change.  `early`: names that a path reads first."""
+    """Yields obstacles for attributes that only paths outside the first calls change.  `early`: names that a path reads before
+    it assigns them."""
     for name in names:
         where, line = assignment_place(flat.model, name)
         rule = "mutated-attribute" if name in early else ASSIGNED

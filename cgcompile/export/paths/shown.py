@@ -25,7 +25,7 @@ class Fork:
 
 
 def forks(tree: Tree, reached: Mapping[Asked, Set[bool]]) -> list[Fork]:
-    """Returns a fork with a line of text for every question.  `reached`: answers of each question with the example inputs."""
+    """Returns a fork with a line of text for every question.  `reached`: the answers to each question with the example inputs."""
     shown = _Shown(tree.traced, reached)
     shown.along(tree.root, 0, tree.root.end, shown.new())
     return sorted(shown.forks, key=lambda fork: int(re.findall(r"\d+", fork.text)[0]))
@@ -60,7 +60,7 @@ class _Shown:
         return f"Graph[{self._graphs - 1}]"
 
     def along(self, line: Line, start: int, stop: int, graph: str) -> None:
-        """Adds forks for the questions of a line from number `start` to position `stop`.  The first follows after `graph`."""
+        """Adds forks for the questions of a line from number `start` to position `stop`.  `graph`: the graph before the first."""
         number = start
         while number < len(line.questions) and line.markers[number] < stop:
             question, branch = line.questions[number], self._traced.branch(line, number)
@@ -75,7 +75,7 @@ class _Shown:
             assert branch.join is not None
             other, join = branch.other, branch.join
             sides = {question.answer: (line, join.main), not question.answer: (other, join.other)}
-            empty = {side: way.markers[number - 1] + 1 >= end for side, (way, end) in sides.items()}
+            empty = {side: side_line.markers[number - 1] + 1 >= end for side, (side_line, end) in sides.items()}
             body_graphs = {side: "" if empty[side] else self.new() for side in (True, False)}
             joined_graph = "" if join.ends else self.new()
             targets = _targets(body_graphs, joined_graph, condition_text)
@@ -84,8 +84,8 @@ class _Shown:
             text = f"{graph} -> {', '.join(targets)}; example inputs took {took} way{'s' if took == 'both' else ''}"
             self.forks.append(Fork(question=question, text=text, raised=None))
             for side in (True, False):
-                way, end = sides[side]
-                self.along(way, number, end, body_graphs[side] or graph)
+                side_line, end = sides[side]
+                self.along(side_line, number, end, body_graphs[side] or graph)
             if join.question is None:
                 return
             number, graph = join.question, joined_graph

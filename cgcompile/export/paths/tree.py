@@ -20,7 +20,7 @@ from .merge import Unjoinable, merged
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tree:
-    """A program with a branch at every question, and the paths that it was made of.  `whole`: the graph that `merged` returns."""
+    """A program with a branch at every question, and the paths that were merged.  `whole`: the graph that `merged` returns."""
 
     program: ExportedProgram
     whole: GraphModule
@@ -44,7 +44,7 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
     """Exports every path with `attempt`, at most `most`, and merges them.  Returns None for a model that asks no question and reads
     no number or size that depends on data.
 
-    Raises PathsRefused, export-failed, and what `attempt` raises."""
+    Raises PathsRefused, export-failed, and the errors of `attempt`."""
     numbers = itertools.count(1)
 
     def export_path() -> ExportedProgram:

@@ -1,4 +1,4 @@
-"""Compares every path with eager PyTorch.  Both get the same forced answers to their questions, for any input values."""
+"""Compares every path with eager PyTorch.  In both, the answers to the questions are forced, for any input values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .lines import Line
 from .tree import Tree
 
 MOST = 64
-"""Most paths of a tree that are compared.  Paths of a larger tree are sampled at random."""
+"""Maximum number of compared paths.  Paths of a larger tree are sampled at random."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Path:
 
 
 class _Walk:
-    """Follows one path of a tree.  `choose(number)` decides whether to take the other answer of a question with two lines."""
+    """Follows one path of a tree.  `choose(number)`: whether to take the other answer to the next question with two lines."""
 
     def __init__(self, traced: TracedPaths, choose: Callable[[int], bool]) -> None:
         self._traced, self._choose = traced, choose
@@ -47,28 +47,28 @@ class _Walk:
         self.choices: list[bool] = []
 
     def along(self, line: Line, start: int, stop: int, begin: _Counts) -> bool:
-        """Follows a line from question `start`, at `begin`, to question `stop` or its end.  Returns False if the path ends before
-        `stop`."""
+        """Follows a line from question `start`, with counts `begin`, to question `stop` or its end.  Returns False if the path ends
+        before `stop`."""
         number = start
         while number < min(stop, len(line.questions)):
             question = line.questions[number]
             branch = self._traced.branch(line, number)
             self._take(line, begin, _counts(question))
             begin = _counts(question)
-            turned = False
+            take_other = False
             if isinstance(branch.other, Line):
-                turned = self._choose(len(self.choices))
-                self.choices.append(turned)
-            self.answers.append((line.answers[:number], question.answer != turned))
-            self.asks.append(question.answer != turned)
+                take_other = self._choose(len(self.choices))
+                self.choices.append(take_other)
+            self.answers.append((line.answers[:number], question.answer != take_other))
+            self.asks.append(question.answer != take_other)
             after = replace(begin, asks=begin.asks + 1)
-            if not turned:
+            if not take_other:
                 number, begin = number + 1, after
                 continue
             assert isinstance(branch.other, Line) and branch.join is not None
             other, join = branch.other, branch.join
-            meets = other.markers.index(join.other) if join.question is not None else len(other.questions)
-            if not self.along(other, number + 1, meets, after) or join.question is None:
+            joins_at = other.markers.index(join.other) if join.question is not None else len(other.questions)
+            if not self.along(other, number + 1, joins_at, after) or join.question is None:
                 return False
             number, begin = join.question, _counts(line.questions[join.question])
         last = _counts(line.questions[stop]) if stop < len(line.questions) else None
@@ -83,7 +83,7 @@ class _Walk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Counts:
-    """How many answers, numbers and sizes of a line Python got before some point."""
+    """How many answers, numbers and sizes Python read before a point of a line."""
 
     asks: int = 0
     reads: int = 0
@@ -164,7 +164,7 @@ class _Noting(Interpreter):
 
 
 def reached(tree: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> dict[tuple[bool, ...], set[bool]]:
-    """Returns the answers of the questions of a tree with these inputs, by the answers before each question."""
+    """Runs the program with these inputs.  Returns {answers before a question: answers to it}."""
     answers: dict[tuple[bool, ...], set[bool]] = {}
     module = ProgramModule([tree.program])
     program: Any = module.programs[0]

@@ -25,7 +25,7 @@ Lines = Mapping[int, set[tuple[str, str]]]
 
 @contextmanager
 def constant_size_lines() -> Iterator[Lines]:
-    """Collects the lines that run inside the context."""
+    """Collects these lines while the context is active."""
     lines = defaultdict[int, set[tuple[str, str]]](set)
     plain = getattr(ShapeEnv, REPLACE, None)
 

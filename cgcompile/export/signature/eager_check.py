@@ -21,7 +21,7 @@ from ..programs import Programs, coarsest
 from .signature import symbols_of
 
 FAR = tolerance(torch.bfloat16)
-"""A difference above rounding errors of any dtype.  The self-test finds smaller errors."""
+"""A difference larger than rounding errors of any dtype.  The self-test finds smaller errors."""
 
 ASSERTED = "Runtime assertion failed"
 """torch's error (2.11, 2.13) if a call does not satisfy a condition that the export assumed."""
@@ -118,8 +118,8 @@ def check_dynamic(
 ) -> None:
     """Raises size-excluded for a declared size that violates the export's constraints, or if program and model differ.
 
-    torch.export assumes that a dynamic size is larger than 1: `if x.shape[0] == 1` is False in the program.  So it compares both at
-    int_keys with a size of 1, and at the smallest.  A program that is `branched` on data is not compared.
+    torch.export assumes that a dynamic size is larger than 1: `if x.shape[0] == 1` is False in the program.  So program and model
+    are compared at int_keys with a size of 1, and at the smallest.  A program with a branch on data (`branched`) is not compared.
     """
     symbols_of(source, program, shapes, sizes)
     if branched:
@@ -144,7 +144,7 @@ def check_static(
 ) -> None:
     """Raises export-differs if the program of one int_key and the model differ, both run in eager PyTorch.
 
-    If the model also differs from itself, it keeps state outside buffers, which other checks report.
+    If two calls of the model differ, too, it keeps state outside buffers, which other checks report.
     """
     if _differ(flat, ProgramModule([program]), tensors, FAR):
         where = definition(written_method(source.model, source.entry)) or source.label
@@ -163,7 +163,7 @@ def _differ(flat: FlatModule, exported: Reference, tensors: Sequence[torch.Tenso
         actual = _seeded(exported, tensors)
     except RuntimeError as error:
         if ASSERTED in str(error):
-            return True  # for example, export assumed that a number equal to a size is not 1
+            return True  # torch.export assumed a condition that is false here, such as that a size is not 1
         reason = str(error).partition("\n")[0]
         raise ModelError("export-differs", f"the exported program fails where the model runs: {reason}") from error
     return _apart(expected, actual, bound) and not _apart(expected, _seeded(flat, tensors), bound)
@@ -174,7 +174,7 @@ def _apart(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor], bou
 
 
 def _seeded(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Runs a call with a fixed random seed, and returns its outputs."""
+    """Returns the outputs of a call with a fixed random seed."""
     with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
         torch.manual_seed(SEED)
         return run_eager(reference, tensors).outputs

@@ -123,7 +123,8 @@ def _difference(one: ExportedProgram, two: ExportedProgram) -> tuple[Node | None
 
 
 def _alike(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two constants are equal.  Non-persistent buffers are constants, too; those of state have more rows, all zeros."""
+    """Whether two constants are equal.  Non-persistent buffers are constants, too.  If they are state, `other` has more rows, all
+    zeros."""
     if value.dtype != other.dtype or value.shape[1:] != other.shape[1:]:
         return False
     return value is other or (torch.equal(value, other) if value.shape == other.shape else not other.any())

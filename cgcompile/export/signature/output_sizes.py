@@ -1,4 +1,4 @@
-"""Finds an expression in the declared dimensions for the size of an output's axis, from sizes in eager PyTorch.  Pure."""
+"""Finds an expression in the declared dimensions for the size of an output's axis, from its sizes in eager PyTorch."""
 
 from __future__ import annotations
 

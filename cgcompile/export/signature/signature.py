@@ -25,7 +25,7 @@ from .output_sizes import fitted, tabled
 def describe_signature(exported: Exported) -> Signature:
     """Returns the signature.  Raises size-excluded, export-failed, structure-unsupported, data-dependent-output."""
     source, programs, flat = exported.source, exported.programs, exported.flat
-    assert flat.result is not None  # its first call set it
+    assert flat.result is not None  # the first call of `flat` set it
     varying = [PREFIX + name for row in source.rows for name in row.buffers]
     ranges = list(map(_widest, zip(*[index_ranges(program, varying) for _, program in programs.distinct], strict=True)))
     inputs = [
@@ -56,7 +56,7 @@ def describe_signature(exported: Exported) -> Signature:
 def symbols_of(
     source: Source, program: ExportedProgram, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> dict[Any, Size]:
-    """Returns export's symbols in terms of the declared dimensions.  Raises size-excluded for a declared size that violates the
+    """Returns {the export's symbol: size in the declared dimensions}.  Raises size-excluded for a declared size that violates the
     export's constraints."""
     user = set(program.graph_signature.user_inputs)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
@@ -105,7 +105,7 @@ def _widest(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
 
 
 def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
-    """Returns the spec of an output of programs with constant sizes, with a shape found from eager PyTorch.  Raises
+    """Returns the spec of an output of programs with constant sizes, with a shape from eager PyTorch.  Raises
     structure-unsupported if its dtype or number of axes changes with the sizes, shape-irregular if its sizes follow no rule."""
     label, nodes = exported.source.label, []
     for _, program in exported.programs.distinct:
@@ -144,7 +144,7 @@ def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], sym
 
 
 def _as_eager(source: Source, spec: TensorSpec, index: int, eager: Sequence[EagerShapes]) -> TensorSpec:
-    """Returns `spec` with the shape from eager PyTorch.  An export may have an extra axis of size 1: torch before 2.13 does for an
+    """Returns `spec` with the shape from eager PyTorch.  An export may add an axis of size 1, as torch before 2.13 does to an
     LSTM's states (pytorch issue 151200).  Raises export-failed for any other difference."""
     shapes = [spec.shape, *[spec.shape[:axis] + spec.shape[axis + 1 :] for axis, size in enumerate(spec.shape) if size == 1]]
     for shape in shapes:

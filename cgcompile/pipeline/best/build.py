@@ -1,8 +1,8 @@
 """Builds the cuda part of a bundle with the fastest of several lowerings for every int_key.
 
-The weights are written once.  Every lowering is recorded (search.py) and becomes a trial bundle, which a new process replays with
-poisoned memory (trial.py).  The graphs of all lowerings are timed (timing.py).  The chosen lowerings (choice.py) are merged into
-one recording (merge.py), which is emitted like any other.
+The weights are written once.  Every lowering is recorded (search.py) and becomes a trial bundle, which a new process replays
+(trial.py).  The graphs of all lowerings are timed (timing.py).  The chosen lowerings (choice.py) are merged into one recording
+(merge.py), which is emitted like any other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from .trial import prove
 from .tried_lowerings import keep_lowerings, kept_path, recall_lowerings
 
 TRIALS = "trials"
-"""The folder of trial bundles in the stage, where they can link the file of weights.  Deleted before the bundle is sealed."""
+"""The folder of trial bundles, in the bundle's folder so that they can link the file of weights.  Deleted before the bundle is
+sealed."""
 
 Lowerings = Mapping[IntKey, tuple[Lowering, ...]]
 """The tried lowerings by build key."""
@@ -93,7 +94,8 @@ def _lowerings_to_record(recalled: Lowerings | None) -> list[str]:
 def _cross_compile_inputs(
     spec: BuildSpec, cut: CutProgram, tell: Tell
 ) -> tuple[Traceable | CgbundleError, dict[str, Sequence[KeySelfTest]]]:
-    """Returns the inputs of cross-compiling, or its error, and eager PyTorch's results by entry.  Needs the model's weights."""
+    """Returns the inputs of cross-compiling, or the error that prevents it, and eager PyTorch's results by entry.  Must run before
+    `prepare_recording` frees the weights."""
     tell("the program in eager PyTorch, and on the CPU")
     layout = lay_out(
         shapes_of(spec.programs.weights()), spec.entries[0].prepared.state, cut.host_only, spec.entries[0].prepared.varying
@@ -108,8 +110,8 @@ def _cross_compile_inputs(
 
 
 def _with_shared_files(tried: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
-    """Gives all candidates' tables different offsets, and writes them to one file in `trials`.  Returns the candidates, and the
-    link to the weights beside that file."""
+    """Moves the candidates' tables so that they do not overlap, and writes them to one file in `trials`.  Returns the candidates,
+    and the link to the weights beside that file."""
     recorded = beside_each_other({name: trial.recorded for name, trial in tried.candidates.items()}, recordable.layout.weights_end)
     tables = {table.offset: table for recording in recorded.values() for table in recording.tables}
     trials.mkdir()
@@ -182,7 +184,7 @@ def _emitted(
     recordable: Recordable,
     lowerings: Lowerings,
 ) -> ManifestParts:
-    """Writes the bundle's files from the chosen lowerings and returns the manifest's rows."""
+    """Writes the bundle's files from the chosen lowerings.  Returns the manifest's rows."""
     chosen = {key: next(row.name for row in rows if row.chosen) for key, rows in lowerings.items()}
     used = {name: trial for name, trial in tried.candidates.items() if name in chosen.values()} or dict(
         [next(iter(tried.candidates.items()))]
@@ -216,6 +218,6 @@ def _summary(tried: Searched) -> str:
 
 
 def _chosen(lowerings: Lowerings) -> str:
-    """Counts for how many int_keys each lowering was chosen, as text."""
+    """Says for how many int_keys each lowering was chosen."""
     names = [row.name for rows in lowerings.values() for row in rows if row.chosen]
     return ", ".join([f"{name} for {names.count(name)} of {len(names)}" for name in LOWERINGS if name in names])

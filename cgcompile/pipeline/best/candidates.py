@@ -1,4 +1,4 @@
-"""Records of a lowering that is verified and timed, or of the reason why it is left out."""
+"""Lowerings that are verified and timed, and the reasons why others are left out."""
 
 from __future__ import annotations
 

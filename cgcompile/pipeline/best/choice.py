@@ -1,4 +1,4 @@
-"""Chooses a lowering for every int_key from measured times.  Pure functions."""
+"""Chooses a lowering for every int_key from measured times."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ALIKE = 0.01
 that much from build to build."""
 
 Times = Mapping[str, tuple[float, ...]]
-"""By lowering, the times in microseconds of each graph of an int_key."""
+"""Lowering -> times of the graphs of one int_key, in microseconds."""
 
 
 def choose(times: Mapping[IntKey, Times], conflicts: Collection[frozenset[str]] = ()) -> dict[IntKey, str]:
-    """Returns the lowering of every key: the simplest one whose total time is within ALIKE of the fastest.  All graphs of a key use
-    it.
+    """Returns the lowering of every key: the simplest one whose total time is within ALIKE of the fastest.  All graphs of a key
+    have the same lowering.
 
     `times`: the same lowerings for every key, at least one.  `conflicts`: pairs that cannot be in one bundle.  If both of a pair
-    are chosen, one is left out, such that the total time of all keys is smallest.
+    are chosen, one is left out, so that the total time of all keys is smallest.
     """
     left_out: set[str] = set()
     while True:

@@ -12,7 +12,7 @@ from ...util.progress import Tell
 
 
 class SearchEnded(Exception):
-    """The time limit was reached: the current lowering is left out."""
+    """Raised if the time limit was reached, so that the current lowering is left out."""
 
 
 class Deadline:
@@ -30,7 +30,7 @@ class Deadline:
         self.seconds = 0.0
 
     def passed(self) -> bool:
-        """Returns whether the time limit was reached."""
+        """Whether the time limit was reached."""
         return self.left() == 0.0
 
     def telling(self, tell: Tell) -> Tell:
@@ -45,8 +45,8 @@ class Deadline:
 
     @contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:
-        """Calls `end` from another thread if the time limit is reached while the body runs.  A BuildError that the body then raises
-        becomes SearchEnded."""
+        """Calls `end` from another thread if the time limit is reached while the body runs.  A later BuildError of the body becomes
+        SearchEnded."""
         remaining, ended = self.left(), threading.Event()
         if remaining is None:
             yield

@@ -1,7 +1,7 @@
-"""Merges recordings of a program with different lowerings: every int_key gets the graphs of its chosen lowering.  Pure functions.
+"""Merges recordings of a program with different lowerings: every int_key gets the graphs of its chosen lowering.
 
-Weights, state and inputs have the same offsets in all.  Each recording appends tables to memory `weights` and donated outputs to
-memory `arena`.  These ranges are moved so that they do not overlap, and the addresses that point to them are changed.
+Weights, state and inputs have the same offsets in all recordings.  Each recording appends tables to memory `weights`, and donated
+outputs to memory `arena`.  These ranges are moved so that they do not overlap, and addresses that point to them are changed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Move:
 
 
 def beside_each_other(parts: Mapping[str, Recorded], weights_end: int) -> dict[str, Recorded]:
-    """Moves tables so that they do not overlap; equal ones share an offset.  All recordings reserve the same ranges of the arena.
+    """Moves tables so that they do not overlap.  Equal tables share an offset.  All recordings reserve the same arena ranges.
 
-    `weights_end`: where the program's own tensors end in memory `weights` and the tables begin.
+    `weights_end`: where the program's tensors end in memory `weights`, and the tables begin.
     """
     needs: dict[str, int] = {}
     for recorded in parts.values():
@@ -67,10 +67,10 @@ def conflicts(recordings: Mapping[str, Recorded]) -> set[frozenset[str]]:
 
 
 def merged(recordings: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> Recorded:
-    """Returns a recording with each key's graphs from its chosen recording of `beside_each_other`; every one is chosen."""
+    """Returns one recording, with each key's graphs from its chosen one.  `recordings`: of `beside_each_other`, all chosen."""
     first = next(iter(recordings.values()))
     graphs = {key: recordings[chosen[key]].graphs[key] for key in first.graphs}
-    used = {function.image for some in graphs.values() for graph in some for function in graph.recording.functions}
+    used = {function.image for key_graphs in graphs.values() for graph in key_graphs for function in graph.recording.functions}
     tables = {table.offset: table for recorded in recordings.values() for table in recorded.tables}
     states: dict[tuple[str, str], ModuleState] = {}
     for recorded in recordings.values():
@@ -88,14 +88,14 @@ def merged(recordings: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> 
 
 
 def _arena_moves(ranges: Sequence[DonatedRange], shared: Sequence[DonatedRange]) -> tuple[Move, ...]:
-    """Moves each entry's reserved range to its shared range.  The remaining arena is appended, aligned."""
+    """Returns moves of each entry's reserved range to its shared range, and of the rest of the arena after these."""
     if not ranges:
         return ()
     new = {row.entry: row.offset for row in shared}
     begin = reserved_end(ranges)
-    rest = align(reserved_end(shared) - begin, SEGMENT_ALIGN)
+    shift = align(reserved_end(shared) - begin, SEGMENT_ALIGN)
     parts = [Move(memory=ARENA, begin=row.offset, by=new[row.entry] - row.offset) for row in ranges]
-    return (*parts, Move(memory=ARENA, begin=begin, by=rest))
+    return (*parts, Move(memory=ARENA, begin=begin, by=shift))
 
 
 def _moved(recorded: Recorded, moves: Sequence[Move]) -> Recorded:
@@ -111,7 +111,7 @@ def _moved(recorded: Recorded, moves: Sequence[Move]) -> Recorded:
 
     return replace(
         recorded,
-        graphs={key: tuple([graph(region_graph) for region_graph in some]) for key, some in recorded.graphs.items()},
+        graphs={key: tuple([graph(region_graph) for region_graph in key_graphs]) for key, key_graphs in recorded.graphs.items()},
         tables=tuple([replace(table, offset=_offset(WEIGHTS, table.offset, moves)) for table in recorded.tables]),
         states=tuple([replace(state, relocations=_relocations(state.relocations, moves)) for state in recorded.states]),
     )

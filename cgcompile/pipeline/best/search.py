@@ -1,4 +1,4 @@
-"""Records every lowering.  Those on the GPU run one after the other; cross-compiling needs only the CPU and runs beside them."""
+"""Records lowerings on the GPU one after the other.  Cross-compiling needs only the CPU, and runs at the same time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .traced import Traceable, trace
 CROSS_COMPILE = "cross-compile"
 
 EARLY = 6
-"""Minimum number of processes that must fit in the GPU's free memory, so that those of the next lowering are started early."""
+"""Processes of the next lowering are started early only if this many processes fit in the GPU's free memory."""
 
 Outcome = Candidate | CgbundleError | None
-"""A candidate, the error why there is none, or None if the time limit was reached."""
+"""A candidate, the error that prevented it, or None if the time limit was reached."""
 
 
 def search(
@@ -43,8 +43,8 @@ def search(
 ) -> Searched:
     """Records the lowerings of `names` in the order of SEARCHED.  The time limit applies only after one lowering was recorded.
 
-    `processes` record the first lowering.  `traced`: the inputs of cross-compiling, or the error why there are none.  If no
-    lowering can be recorded, raises the error of the first one.
+    `processes` record the first lowering.  `traced`: the inputs of cross-compiling, or the error that prevents it.  If no lowering
+    can be recorded, raises the error of the first one.
     """
     outcomes: dict[str, Outcome] = {}
     on_gpu = [name for name in SEARCHED if name in names and name != CROSS_COMPILE]
@@ -66,7 +66,7 @@ def search(
                 running[name].end(PRIME)  # a process answers one request
                 running[name].end(RECORD)
         except BaseException:
-            deadline.end()  # the executor waits for its thread
+            deadline.end()  # the executor waits for its thread, which ends at the time limit
             raise
         if cross_compiling is not None:
             outcomes[CROSS_COMPILE] = cross_compiling.result()

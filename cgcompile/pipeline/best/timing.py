@@ -14,10 +14,10 @@ from ...errors import BuildError
 from ...util.workers import Kind, Request, ask
 
 GraphTimes = dict[tuple[str, IntKey], tuple[float, ...]]
-"""By entry and int_key, the times in microseconds of each graph."""
+"""(entry, int_key) -> times of its graphs, in microseconds."""
 
 MARGIN = 1 << 30
-"""Maximum bytes of GPU memory that a loaded bundle needs in addition to its memories: CUDA context, graphs."""
+"""Maximum bytes of GPU memory that a loaded bundle needs beside its memories: CUDA context, graphs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class TimingJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """By bundle name, the times, or the error why there are none."""
+    """Times by bundle name.  `failed`: errors of bundles that could not be timed."""
 
     times: Mapping[str, GraphTimes]
     failed: Mapping[str, BuildError]
@@ -44,7 +44,7 @@ def time_graphs(bundles: Mapping[str, Path], needs: Mapping[str, int], free: int
         try:
             return Timed(times=_worker_times(list(bundles), bundles, folder), failed={})
         except BuildError:
-            pass  # one bundle ended the process: time each alone
+            pass  # one bundle made the process fail, so each bundle is timed in its own process
     times: dict[str, GraphTimes] = {}
     failed: dict[str, BuildError] = {}
     for name in bundles:
@@ -58,7 +58,7 @@ def time_graphs(bundles: Mapping[str, Path], needs: Mapping[str, int], free: int
 def _worker_times(names: Sequence[str], bundles: Mapping[str, Path], folder: Path) -> dict[str, GraphTimes]:
     kind = Kind(
         module="cgcompile.pipeline.best.worker", folder=folder, died="worker-died", title="the process that times graphs",
-        environment={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")},  # other workers see none
+        environment={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")},  # by default a worker sees no GPU
     )  # fmt: skip
     job = TimingJob(bundles=tuple([bundles[name] for name in names]))
     requests = {FORWARD: Request(content=job, what=f"timing {', '.join(names)}")}

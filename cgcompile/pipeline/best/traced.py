@@ -60,8 +60,8 @@ def traceable(spec: BuildSpec, cut: CutProgram) -> Traceable:
 def trace(
     spec: BuildSpec, inputs: Traceable, recordable: Recordable, scratch: Path, tell: Tell, seconds: float | None = None
 ) -> Candidate:
-    """Lowers, compiles and plans memory.  Raises the errors of these steps, and TimeoutError if lowering takes more than
-    `seconds`."""
+    """Lowers and compiles the program, and plans its memory.  Raises the errors of these steps, and TimeoutError if lowering takes
+    more than `seconds`."""
     target = arch(spec.target)
     code = code_of(spec.entries[0].source, spec.programs)
     lowered = lower_programs(inputs.jobs, inputs.split, target, scratch, tell, code=code, seconds=seconds)
@@ -92,7 +92,7 @@ def trace(
 
 
 def _on_cpu(programs: Programs) -> Programs:
-    """Copies the programs to the CPU.  Weights that share one tensor still share one."""
+    """Copies the programs to the CPU.  Weights that share a tensor still share one."""
     copies: dict[object, torch.Tensor] = {}
 
     def copied(value: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _on_cpu(programs: Programs) -> Programs:
     def moved(program: ExportedProgram) -> ExportedProgram:
         tensors = {name: copied(value) for name, value in weight_tensors(program).items()}
         cpu_program = on_device(program, torch.device("cpu"), tensors)
-        cpu_program._example_inputs = None  # they are on the GPU; a process that loads the program has none
+        cpu_program._example_inputs = None  # they are on the GPU, but a process that loads the program sees no GPU
         return cpu_program
 
     return programs.changed(moved)

@@ -20,7 +20,7 @@ from ...util.workers import serve
 from .timing import GraphTimes, TimingJob
 
 ROUNDS = 15
-"""How often each graph is timed; the result is the median."""
+"""Number of timings of each graph.  The result is their median."""
 
 BURST = 2000.0
 """Target duration in microseconds of one timing of a graph that may be launched repeatedly.  The latency of the first launch and
@@ -53,15 +53,15 @@ def work(job: TimingJob) -> list[GraphTimes]:
 
 
 def _times(programs: Sequence[LoadedProgram], entry: EntrySpec, row: Program, number: int) -> list[tuple[float, ...]]:
-    """Returns for each program the median of each graph, in microseconds; the programs take turns."""
+    """Returns the median times of each program's graphs, in microseconds.  The programs take turns."""
     timers = [_timer(program, entry, row, number) for program in programs]
     rounds = [[timer() for timer in timers] for _ in range(ROUNDS)]
-    return [tuple([median(samples) for samples in zip(*turns, strict=True)]) for turns in zip(*rounds, strict=True)]
+    return [tuple([median(samples) for samples in zip(*timings, strict=True)]) for timings in zip(*rounds, strict=True)]
 
 
 def _timer(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) -> Timer:
-    """Times launches if the program is a single graph that changes neither inputs nor state and draws no random numbers.  All
-    others are timed in whole calls from the initial state, because stale inputs could contain invalid indices."""
+    """Times launches if the program is one graph that changes no inputs and no state, and draws no random numbers.  Times other
+    programs in complete calls from the initial state, because data of earlier launches could contain invalid indices."""
     pure = not (entry.mutated_inputs or entry.mutated_buffers) and program.manifest.random is None
     if pure and [step.kind for step in row.steps] == ["graph"]:
         return _launches(program, entry, row, number)
@@ -69,7 +69,7 @@ def _timer(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) 
 
 
 def _launches(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) -> Timer:
-    """Times a program with a single graph by many launches between two events."""
+    """Times many launches of the only graph between two events."""
     _call(program, entry, row)
     backend = program._backend
     assert isinstance(backend, CudaBackend)
@@ -94,7 +94,7 @@ def _launches(program: LoadedProgram, entry: EntrySpec, row: Program, number: in
 
 
 def _calls(program: LoadedProgram, entry: EntrySpec, row: Program) -> Timer:
-    """Times every graph in whole calls, with two events around its launch."""
+    """Times every graph in complete calls, with two events around its launch."""
     graphs = [name for name, step in zip(step_names(program.manifest, entry, row), row.steps, strict=True) if step.kind == "graph"]
 
     def timed() -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""Builds all ranks at the same time, each in its own process, like a model for one device.  Then joins them to one bundle.
+"""Builds all ranks at the same time, each in its own process, like a model for one device.  Joins them to one bundle.
 
 Rank 0's files are at the top of the bundle.  The others are in `ranks/1`, `ranks/2`, and so on, without the kernel images that rank
 0 has.  All processes run the same stages.  They synchronize at each collective that eager PyTorch runs: see `bundle/ranks.py`.
@@ -35,7 +35,7 @@ from .worker import RankJob
 
 
 def build_world(model: Any, options: Options) -> Built:
-    """Runs `cgcompile.build` with `world`.  Raises the errors of a rank's build, and bundle-refused if the ranks do not fit."""
+    """Runs `cgcompile.build` with `world`.  Raises the errors of a rank's build, and bundle-refused for ranks that do not match."""
     assert options.world is not None
     size, stages = options.world, Stages(options.progress)
     label = os.fspath(model)
@@ -86,7 +86,7 @@ def build_world(model: Any, options: Options) -> Built:
 def _piped_events(path: Path, tell: Tell) -> Iterator[None]:
     """Creates a pipe at `path` and reports the events that arrive while the body runs.  Each event is a line of JSON."""
     os.mkfifo(path)
-    pipe = os.open(path, os.O_RDWR)  # open for writing too: no end of file when a writer closes the pipe
+    pipe = os.open(path, os.O_RDWR)  # also for writing, so that the reader gets no end of file when another writer closes the pipe
 
     def listen() -> None:
         with open(pipe, closefd=False) as lines:
