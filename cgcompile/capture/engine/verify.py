@@ -3,7 +3,7 @@
 This process replays the engine's own graphs.  Then a fresh process replays the graphs of the bundle over the same memory, which it
 opens at other addresses.  The memory must hold the same bits afterwards.  The contents of the engine's tensors are restored.
 
-Meanwhile only the graphs' private pools take their memory twice, so the engine's other tensors may fill the GPU.
+During the verification only the private pools of the graphs exist twice, so the engine's other tensors may fill the GPU.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Steps = Sequence[tuple[Callable[[], None], Callable[[], None]]]
 """For every graph, the function that writes its inputs, and its replay."""
 
 Changes = tuple[list[tuple[Place, int]], list[tuple[Place, str]]]
-"""For one graph, two lists.  (chunk that `prepare` writes before the replay, offset of its bytes in the file).  (chunk that the
-replay changes, SHA-256 of its bytes afterwards)."""
+"""For one graph, a list of (chunk that `prepare` writes before the replay, offset of its bytes in the file), and a list of (chunk
+that the replay changes, SHA-256 of its bytes afterwards)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ def verify(
     returns: Mapping[Key, Collection[str]] | None = None,
 ) -> None:
     """Compares replays of the engine's graphs with a replay of the bundle in a fresh process.  `prepare` writes a graph's inputs.
-    `returns`: of the private pools, only these tensors are compared after a graph, because kernels may leave anything in the rest.
+    `returns`: of the private pools, only these tensors are compared after a graph; the rest may hold any bits.
 
     Raises proof-failed if the fresh process gets different bits, and replays-differ if two replays of the engine's own graphs do.
     Raises not-verifiable if no other process can open the engine's memory, or the GPU has no room for a second arena.
@@ -111,9 +111,9 @@ def verify(
         try:
             after, poisoned = _replayed(steps, regions, before, contents, pools=returns is None)
             rows = _graph_changes(steps, regions, _changed(before, after), contents, results)
-            unsteady = [position for position in _changed(after, _digests(regions)) if returns is None or regions[position].span]
-            if unsteady:
-                names = ", ".join(repr(regions[position].name) for position in unsteady[:4])
+            unequal = [position for position in _changed(after, _digests(regions)) if returns is None or regions[position].span]
+            if unequal:
+                names = ", ".join(repr(regions[position].name) for position in unequal[:4])
                 text = f"two replays of the engine's own graphs from the same contents leave other bits in {names}"
                 raise BuildError("replays-differ", text)
             _put_back(regions, before, contents)
@@ -160,8 +160,8 @@ def _differing_bytes(
     place: int,
     contents: Path,
 ) -> str:
-    """Replays the engine's graphs up to the one that differs, and says how many bytes do.  Raises replays-differ if the engine's
-    own graph gives other bits this time."""
+    """Replays the engine's graphs up to the one that differs.  Returns a text with the number of different bytes.  Raises
+    replays-differ if the engine's graph leaves other bits than in its first replay."""
     starts = {region.name: region.address - region.at for region in (*regions, *(results[graph] if results else ()))}
     (name, at, size), digest = rows[graph][1][place]
     _run(steps[: graph + 1])
@@ -262,9 +262,9 @@ def _changed(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) ->
 def _replayed(
     steps: Steps, regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path, *, pools: bool
 ) -> tuple[list[list[int]], bool]:
-    """Replays all graphs from the original contents, then with POISON in the tensors of private pools.  Returns the digests, and
-    whether both replays gave the same; without `pools`, the same in the engine's spans.  If so, the tensors of private pools hold
-    POISON on return; everything else has its original contents."""
+    """Replays all graphs from the original contents, then with POISON in the tensors of private pools.  Returns the digests after
+    the first replay, and whether the second one leaves the same (without `pools`: in the engine's spans).  If so, the tensors of
+    private pools hold POISON on return; all other memory has its original contents."""
     _run(steps)
     after = _digests(regions)
     _put_back(regions, before, contents)
@@ -298,7 +298,7 @@ def _graph_changes(
 ) -> list[Changes]:
     """Replays every graph, and returns which chunks `prepare` writes before it and which chunks it changes.  It watches the chunks
     `changed` of spans larger than a chunk, and all chunks of other regions, because a later graph may undo a change.  `returned`:
-    the regions of private pools that count after each graph; None: all."""
+    by graph, the regions of private pools to compare after it; None: all."""
     watched = [
         (position, number)
         for position, region in enumerate(regions)
