@@ -109,9 +109,9 @@ def custom_operators(program: ExportedProgram) -> set[Any]:
 
 
 def code_of(source: Source, programs: Programs) -> str:
-    """Returns the modules that another process must import before it loads the programs, one a line: the model, and modules that
-    register a custom operator, because the model may import them late.  Returns "" if the programs call no custom operator.  Raises
-    operator-without-code."""
+    """Returns the files and modules that another process must import before it loads the programs, one a line: the model's, and
+    those that register a custom operator, because the model may import them late.  Returns "" if the programs call no custom
+    operator.  Raises operator-without-code."""
     operators = {operator for _, program in programs.distinct for operator in custom_operators(program)}
     modules = {module for operator in operators for module in _registering_modules(operator)} - {source.code}
     if operators and not source.code and not modules:
