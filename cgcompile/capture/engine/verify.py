@@ -36,8 +36,8 @@ Steps = Sequence[tuple[Callable[[], None], Callable[[], None]]]
 """For every graph, the function that writes its inputs, and its replay."""
 
 Changes = tuple[list[tuple[Place, int]], list[tuple[Place, str]]]
-"""For one graph, a list of (chunk that `prepare` writes before the replay, offset of its bytes in the file), and a list of (chunk
-that the replay changes, SHA-256 of its bytes afterwards)."""
+"""For one graph: the chunks that `prepare` writes before the replay, with the offsets of their bytes in the file; and the chunks
+that the replay changes, with the SHA-256 of their bytes afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Checks whether the results of a compiled program are those of eager PyTorch, if that makes choices that are as good as its own.
+"""Checks whether the results of a compiled program equal those of eager PyTorch, except for choices of nearly equal elements.
 
 Every selected index that reaches a compared tensor is read from the results of the compiled program.  Eager PyTorch runs the
 program again, and uses such an index if the float at it is within tolerance.  All other results are then compared with this run.  A

@@ -58,8 +58,8 @@ def two_sizes(
 ) -> tuple[TwoSizes, ...]:
     """Returns comparisons for the dimension `name`, with other dimensions at their smallest sizes.  `lookup`: `functional`, cached.
 
-    If each int_key has its own program, it is compared with that of the next size.  If there is only one size, its program is
-    compared with one that is exported at another size.  Returns () if the operators differ.
+    If each int_key has its own program, this is compared with the program of the next size.  If there is only one size, its program
+    is compared with one that is exported at another size.  Returns () if the operators differ.
     """
     values = sizes[name]
     others = {other: other_sizes[0] for other, other_sizes in sizes.items()}

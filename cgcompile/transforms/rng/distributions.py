@@ -4,8 +4,8 @@ Each draw takes one block of four words per element from a Stream.  The numbers 
 distributions, and the bits per number, are the same.
 
     uniform       float32 24 bits, float64 53, float16 11, bfloat16 8, in [0, 1): at::transformation::uniform_real
-    normal        Box and Muller, "A Note on the Generation of Random Normal Deviates" (1958), from two numbers per element, of
-                  which the first is in (0, 1] and has 32 bits (float64: 53); the largest is 6.7 (8.6) standard deviations
+    normal        Box and Muller, "A Note on the Generation of Random Normal Deviates" (1958), from two numbers per element.  The
+                  first is in (0, 1] and has 32 bits (float64: 53); the largest result is 6.7 (8.6) standard deviations
     integers      a range r up to 2^31: the high word of 64 random bits times r (Lemire, "Fast Random Integer Generation in an
                   Interval", 2019, without the rejection).  The probability of a value has a relative error of at most r / 2^64,
                   2^-33.  For a larger or variable r: 63 random bits modulo r, at most r / 2^63 (PyTorch: 32 bits modulo r below
@@ -13,8 +13,8 @@ distributions, and the bits per number, are the same.
     bernoulli     a constant p: 32 bits, an error of at most 2^-33; a tensor of p: 24 bits (float64: 53), as PyTorch
     exponential, cauchy, geometric, log_normal   inverse transform
     randperm      the order of 63-bit integers
-    multinomial   without replacement the order of weight / exponential (Efraimidis and Spirakis, "Weighted random sampling with a
-                  reservoir", 2006), as PyTorch; with it the inverse transform, 53 bits
+    multinomial   without replacement: the order of weight / exponential (Efraimidis and Spirakis, "Weighted random sampling with
+                  a reservoir", 2006), as PyTorch; with replacement: the inverse transform, 53 bits
 """
 
 from __future__ import annotations
