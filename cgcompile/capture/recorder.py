@@ -124,7 +124,7 @@ def record_level(
         if not lowered or refusal.code != "recordings-differ":
             raise
         processes.end(RECORD)
-        recorded = _record(recordable, level, frozenset(), processes, workers, tell)  # cache files were missing: both compiled
+        recorded = _record(recordable, level, frozenset(), processes, workers, tell)  # cache files were missing, so both compiled
     if len(lowered) < len(keys):
         keep_compiled(path, cached_keys.union(map(str, keys)), processes.cache)
     return recorded

@@ -72,7 +72,7 @@ class _Writer:
 
     def written(self, ahead: Sequence[Ahead]) -> AttentionText:
         mixed, length = self.mixed, self.mixed.length
-        if length == mixed.rows:  # a vector over heads would look like one over positions
+        if length == mixed.rows:  # vectors over heads and over positions would have the same shape
             raise UnknownOperation
         weights = self.vector(mixed.row)
         if (

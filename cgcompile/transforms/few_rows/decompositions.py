@@ -83,7 +83,7 @@ def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
         return NotImplemented
     count = -(-length // PART)
     step = length // count
-    parts = x.unfold(-1, length - (count - 1) * step, step)  # parts may overlap, because padding would take a kernel
+    parts = x.unfold(-1, length - (count - 1) * step, step)  # parts may overlap, because padding would need another kernel
     part = parts.amax(-1).argmax(-1, keepdim=True)
     indices = parts.argmax(-1).gather(-1, part) + step * part
     return indices if keepdim else indices.squeeze(-1)

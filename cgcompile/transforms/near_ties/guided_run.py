@@ -61,10 +61,10 @@ class GuidedRun(TorchDispatchMode):
         if isinstance(func, torch._ops.HigherOrderOperator):
             run = _BODIES.get(func.name())
             if run is None:
-                return func(*args, **kwargs)  # the operators inside are not seen
+                return func(*args, **kwargs)  # this mode does not see the operators inside
             with self:
                 return run(*args, **kwargs)
-        if func not in COMPARISONS and func._can_decompose():  # a composite operator: only its parts are known here
+        if func not in COMPARISONS and func._can_decompose():  # a composite operator: there are rules only for its parts
             with self:
                 decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
