@@ -221,7 +221,7 @@ def separate_outputs(graph: Graph) -> None:
 def read_old_values(graph: Graph) -> None:
     """Changes the graph in place.  A value that is copied to an input may be another input, which an earlier copy overwrites.  Then
     the value is computed before the copies.  For attributes, any other copy counts: Inductor does not keep the order of those."""
-    copies = [node for node in graph.find_nodes(op="call_function", destination=COPY) if node.args[0].op in INPUTS]
+    copies = [node for node in graph.find_nodes(op="call_function", target=COPY) if node.args[0].op in INPUTS]
     written = {str(copy.args[0].target) for copy in copies if copy.args[0].op == "get_attr"}
     for copy in copies:
         destination, value = copy.args[:2]
