@@ -43,7 +43,8 @@ COPY_SHAPE = ("width", "height", "depth", "source_pitch", "source_height", "targ
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """`graphs`: the graphs of every key, in execution order; keys are in the order of the takes.  `tables`: follow the weights."""
+    """`graphs`: the graphs of every key, in execution order; keys are in the order of the takes.  `tables`: placed after the
+    weights."""
 
     graphs: dict[IntKey, tuple[RecordedGraph, ...]]
     tables: tuple[Table, ...]
@@ -225,7 +226,7 @@ def _kernel(node: RawKernel, function: int, block: Classified, placement: Placem
 
 
 def _value(value: RawValue, target: Reading | None, placement: Placement) -> Value:
-    arena_start = Address(memory=MEMORIES.index("arena"), offset=0)  # stands for the address of an empty tensor
+    arena_start = Address(memory=MEMORIES.index("arena"), offset=0)  # the address of an empty tensor
     place = placement.address(target) if target else arena_start
     return Value(dtype=value.dtype, shape=value.shape, strides=value.strides, memory=MEMORIES[place.memory], offset=place.offset)
 
@@ -237,7 +238,11 @@ def module_states(take: Take, states: Iterable[tuple[str, str, Classified]], tab
 
 
 def _states(take: Take, states: Iterable[tuple[str, str, Classified]], tables: Mapping[int, int]) -> Iterable[ModuleState]:
-    bases = {i: MEMORIES.index(piece.kind) for i, piece in enumerate(take.ranges) if piece.kind in ("weights", "inputs")}
+    bases = {
+        i: MEMORIES.index(memory_range.kind)
+        for i, memory_range in enumerate(take.ranges)
+        if memory_range.kind in ("weights", "inputs")
+    }
     for image, symbol, block in states:
         if block.undefined:
             at = block.undefined[0][0]

@@ -42,7 +42,7 @@ EAGER = "try --lower eager; if that differs too, please report this model"
 
 
 def start(processes: RecorderProcesses, keys: int, level: str, specialize: str) -> None:
-    """Starts the processes that record `keys` int_keys at a level, ahead of `build_parts`: a CUDA context takes a second."""
+    """Starts the processes that record `keys` int_keys at a level.  Call it early: to create a CUDA context takes a second."""
     processes.start(RECORD, 2)
     processes.start(PRIME, priming(keys, level, specialize))
 
@@ -73,7 +73,7 @@ class CutProgram:
 
 
 def cut_stage(spec: BuildSpec, scratch: Path, stage: Path, stages: Stages) -> CutProgram:
-    """Splits the programs into regions, if parts must run on the host, and compiles the host regions into `stage`."""
+    """Splits the programs into regions if parts must run on the host.  Compiles the host regions into `stage`."""
     state, placements = spec.entries[0].prepared.state, spec.by_key({entry.name: entry.placements for entry in spec.entries})
     split = split_stage(spec.programs, placements, {key: call[0] for key, call in example_calls(spec).items()}, stages)
     varying = spec.entries[0].prepared.varying
@@ -135,7 +135,7 @@ def emit(
     folded: Collection[str] = (),
     expected: Mapping[str, Sequence[KeySelfTest]] = MappingProxyType({}),
 ) -> ManifestParts:
-    """Writes tables, images and the self-test into `stage`, which has the weights already.
+    """Writes tables, images and the self-test into `stage`, which contains the weights already.
 
     `folded`: weights from which constants of the recordings were computed.  `expected`: by entry, outputs of eager PyTorch.  They
     are the self-test of entries with an int_key that was not captured.  Raises proof-failed.

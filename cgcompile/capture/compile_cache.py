@@ -1,8 +1,9 @@
 """Keeps the cache files of Inductor and Triton for the next build, as one record in the content cache.
 
-Both compilers look entries up by a hash of everything that the compiled code depends on.  Weights are inputs of the compiled code.
-So the record's name is a hash of the programs without their weight values, and a build with other weights compiles nothing.  The
-record also lists the int_keys that were lowered.  Those need no `prime` process, so a build with one more size lowers only that."""
+Both compilers find entries by a hash of everything that the compiled code depends on.  Weights are inputs of the compiled code.  So
+the record's name is a hash of the programs without their weight values, and a build with other weights compiles nothing.  The
+record also lists the int_keys that were lowered.  These need no `prime` process, so a build with one more size lowers only this
+size."""
 
 from __future__ import annotations
 
@@ -67,10 +68,10 @@ def recall_compiled(path: Path | None, folder: Path) -> frozenset[str]:
     if record is None:
         return frozenset()
     for file in record.files:
-        place = folder / file.path
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(file.content)
+        destination = folder / file.path
+        if not destination.exists():
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            destination.write_bytes(file.content)
     return frozenset(record.keys)
 
 
@@ -78,9 +79,9 @@ def keep_compiled(path: Path | None, keys: Iterable[str], folder: Path) -> None:
     """Stores all files of `folder` and the int_keys that were lowered with them, unless the files exceed LARGEST bytes."""
     if path is None:
         return
-    places = sorted(place for place in folder.rglob("*") if place.is_file() and not place.is_symlink())
-    if sum(place.stat().st_size for place in places) > LARGEST:
+    file_paths = sorted(file for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+    if sum(file.stat().st_size for file in file_paths) > LARGEST:
         return
-    files = [CompiledFile(path=os.fspath(place.relative_to(folder)), content=place.read_bytes()) for place in places]
+    files = [CompiledFile(path=os.fspath(file.relative_to(folder)), content=file.read_bytes()) for file in file_paths]
     with cache_optional():
         remember(path, CompiledFiles(files=tuple(files), keys=tuple(sorted(keys))))

@@ -1,9 +1,9 @@
 """Pairs each memory range of one recorder process with the same range of the other process.  Pure.
 
 Ranges of KEPT kinds have the same position in both processes.  Segments and allocations come in any order, so they are paired by
-the pointers to them.  Take a word of the same node that means (range, offset) in one process and (range', offset) in the other.
-It is one vote for the pair, if both ranges have the same kind, size and key.  Bytes that only look like an address may add false
-votes, but every real pointer votes for the right pair.  Pairs with the most votes are taken first, and each range is paired once.
+the pointers to them.  The same word of the same node may mean (range, offset) in one process and (range', offset) in the other.
+This is one vote for the pair, if both ranges have the same kind, size and key.  Bytes that only look like an address may add false
+votes, but every real pointer votes for the right pair.  Pairs with the most votes are chosen first, and each range is paired once.
 A pointer whose range has no pair is refused later."""
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def pair_takes(a: Take, b: Take) -> PairedRanges:
     """Pairs the ranges of two takes of the same graphs."""
 
     def indices(kind: str) -> tuple[frozenset[int], frozenset[int]]:
-        mine, theirs = (frozenset(i for i, piece in enumerate(take.ranges) if piece.kind == kind) for take in (a, b))
+        mine, theirs = (frozenset(i for i, memory_range in enumerate(take.ranges) if memory_range.kind == kind) for take in (a, b))
         return mine, theirs
 
     return PairedRanges(pairing=pair_ranges(a, b), ranges=(a.ranges, b.ranges), hosts=indices("host"), pools=indices("pool"))
 
 
 def meaning(mine: Word, theirs: Word, paired: PairedRanges) -> Reading | None:
-    """Returns the place that a word means, or None if the processes disagree.  The word must be an address in both.  Two words may
-    also mean different blocks of the graph's private pool: torch's allocator takes the free block with the lowest address.  Then
-    the first process's block counts, and the replay over poisoned memory verifies it.  An address between two segments means the
-    begin of the second, unless the word of the other process can only mean the end of a segment."""
+    """Returns the place that a word means, or None if the processes disagree.  The word must be an address in both.  The processes
+    may use different blocks of the graph's private pool, because torch's allocator returns the free block with the lowest address.
+    Then the first process's block is used, and the replay over poisoned memory verifies it.  An address between two segments means
+    the begin of the second, unless the word of the other process can only mean the end of a segment."""
     shared = agree(mine, theirs, paired.pairing)
     if shared is not None:
         return shared
@@ -64,8 +64,8 @@ def _has_data(target: Reading, ranges: tuple[Range, ...]) -> bool:
 
 
 def stays(word: Word, ranges: tuple[Range, ...]) -> bool:
-    """Whether every reading of a word lies in weights, inputs or state, which have the same offsets in both processes.  A 4-byte
-    number below stale bytes may look like such an address, more often with more weights (8B parameters: 16 GB)."""
+    """Whether every reading of a word lies in weights, inputs or state, which have the same offsets in both processes.  The more
+    weights (8B parameters: 16 GB), the more often a 4-byte number below four stale bytes looks like such an address."""
     return all(ranges[reading.range].kind in KEPT for reading in word.readings)
 
 
@@ -80,11 +80,11 @@ def pair_ranges(a: Take, b: Take) -> Pairing:
     pairing: Pairing = {
         i: i for i, (x, y) in enumerate(zip(a.ranges, b.ranges, strict=False)) if x.kind == y.kind and x.kind in KEPT
     }
-    taken = set(pairing.values())
+    paired_others = set(pairing.values())
     for (one, other), _count in sorted(votes.items(), key=lambda item: (-item[1], item[0])):
-        if one not in pairing and other not in taken:
+        if one not in pairing and other not in paired_others:
             pairing[one] = other
-            taken.add(other)
+            paired_others.add(other)
     return pairing
 
 
@@ -94,7 +94,7 @@ def alike(x: Range, y: Range) -> bool:
 
 
 def agree(mine: Word, theirs: Word, pairing: Pairing) -> Reading | None:
-    """Returns the first reading of `mine` whose paired range and offset `theirs` has too, or None."""
+    """Returns the first reading of `mine` that means the same place as a reading of `theirs`, or None."""
     others = {(t.range, t.offset) for t in theirs.readings}
     return next((t for t in mine.readings if (pairing.get(t.range), t.offset) in others), None)
 

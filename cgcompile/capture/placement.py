@@ -81,21 +81,25 @@ def place(
 ) -> Placement:
     """Places the ranges that the graphs of one key use, in the order of first use, in the arena from offset `start` on.  `kept`:
     ranges that have an offset in the arena already.  Raises memory-refused."""
-    bases = {i: (MEMORIES.index(piece.kind), piece.offset) for i, piece in enumerate(take.ranges) if piece.kind in KEPT}
+    bases = {
+        i: (MEMORIES.index(memory_range.kind), memory_range.offset)
+        for i, memory_range in enumerate(take.ranges)
+        if memory_range.kind in KEPT
+    }
     bases |= {i: (MEMORIES.index("arena"), offset) for i, offset in kept.items()}
     arena = start
     for i in used:
-        piece = take.ranges[i]
+        memory_range = take.ranges[i]
         if i in bases:
             continue
         if i in tables:
             bases[i] = (MEMORIES.index("weights"), tables[i])
-        elif piece.kind in ("pool", "torch", "device"):
-            arena = align(arena, SEGMENT_ALIGN if piece.size >= SEGMENT_ALIGN else ALIGN)
+        elif memory_range.kind in ("pool", "torch", "device"):
+            arena = align(arena, SEGMENT_ALIGN if memory_range.size >= SEGMENT_ALIGN else ALIGN)
             bases[i] = (MEMORIES.index("arena"), arena)
-            arena += piece.size
+            arena += memory_range.size
         else:
-            raise ModelError("memory-refused", f"int_key {key} refers to {piece.kind} memory")
+            raise ModelError("memory-refused", f"int_key {key} refers to {memory_range.kind} memory")
     return Placement(bases=bases, arena=arena + PAD)
 
 

@@ -1,4 +1,4 @@
-"""The parent's side of recorder processes: starts them, sends requests, passes their progress on, and reads their results.
+"""The parent's side of recorder processes: starts them, sends requests, reports their progress, and reads their results.
 
 Fork servers that have imported torch and Inductor fork them (util/fork_server.py).  The servers start while this process still
 imports torch.  Forked processes have the same addresses as their server.  Two recordings with equal addresses cannot show which
@@ -156,13 +156,14 @@ class RecorderProcesses:
 @contextmanager
 def recorder_processes(folder: Path | None = None, cache: Path | None = None) -> Iterator[RecorderProcesses]:
     """Starts the two fork servers, and ends all processes on exit.  `folder`: for requests and logs (default: a scratch folder).
-    Call it in a thread that outlives the build: the processes also end when that thread ends."""
+    Call it in a thread that ends after the build: the processes also end when that thread ends."""
     with scratch_folder() as scratch:
-        place = cache or (folder or scratch) / "cache"
+        cache_folder = cache or (folder or scratch) / "cache"
         first, second = [
-            ForkServer(WORKER, compiler_environment(place), (folder or scratch) / f"server{number}.log") for number in range(2)
+            ForkServer(WORKER, compiler_environment(cache_folder), (folder or scratch) / f"server{number}.log")
+            for number in range(2)
         ]
-        processes = RecorderProcesses(folder or scratch, place, (first, second))
+        processes = RecorderProcesses(folder or scratch, cache_folder, (first, second))
         try:
             yield processes
         finally:
@@ -170,7 +171,8 @@ def recorder_processes(folder: Path | None = None, cache: Path | None = None) ->
 
 
 def compiler_environment(folder: Path) -> dict[str, str]:
-    """Returns environment variables that keep all compiler caches in `folder`, turn remote caches off, and avoid CUDA's start."""
+    """Returns environment variables that keep all compiler caches in `folder`, disable remote caches, and keep CUDA from starting
+    early."""
     folder = folder.absolute()
     return {
         "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),

@@ -70,7 +70,7 @@ def prepare(
     release: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Recordable:
-    """Writes the files and the request that recordings at the build keys of `calls` need.  Files go into `folder`.
+    """Writes the files that recordings at the build keys of `calls` need into `folder`, and creates the request.
 
     `calls`: example arguments.  Tensors may be on any device; other leaves are constants of the call.  `self_test`: other values
     of the same shapes, replayed `self_test_calls` times (default: once) from the initial state.  `code`: as in `Request`.
@@ -97,8 +97,8 @@ def prepare(
     if release:
         _release({name: tensor for name, tensor in tensors.items() if name not in state}, kept=[tensors[name] for name in state])
     files = _saved(programs, folder)
-    both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], self_test[key])) for key in calls}
-    torch.save(both, folder / "calls.pt")
+    cpu_calls = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], self_test[key])) for key in calls}
+    torch.save(cpu_calls, folder / "calls.pt")
     static = {key: static_bytes(tensors_of(calls[key]), uploads.get(key, ())) for key in calls}
     largest = max(static.values(), default=0)
     request = Request(
@@ -176,7 +176,8 @@ def _check_apart(state: Collection[str], tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Returns names of tensors that share a storage with a different view.  Placed apart, they would no longer share writes."""
+    """Returns names of tensors that share a storage with a different view.  A bundle places them separately, so a write to one
+    would no longer change the other."""
     groups: dict[int, set[Any]] = {}
     for t in tensors.values():
         groups.setdefault(t.untyped_storage().data_ptr(), set()).add((t.data_ptr(), t.shape, t.stride()))

@@ -1,8 +1,9 @@
 """The capture recorder: records an exported program on a GPU, at one example call per int_key, for a bundle.
 
 CUPTI must subscribe before CUDA starts, so separate processes do the work.  Some fill the compile cache in parallel, then two
-capture every key.  They read the weights from the bundle's file, so no process holds a copy in host memory.  Comparing the two
-takes tells which words are addresses (assemble.py).  Both replay the same inputs, which shows whether results are deterministic.
+capture every key.  They read the weights from the bundle's file, so no process holds a copy in host memory.  A comparison of the
+two takes shows which words are addresses (assemble.py).  Both replay the same inputs, which shows whether results are
+deterministic.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def record_level(
     """Records the programs at one level of `lowering`.  Tables have offsets behind the weights, but are in no file yet.
 
     At most `workers` processes lower at a time (default: `priming`).  The two recorders run one after the other if GPU memory is
-    short, and at max-autotune.  There the second must find the first one's autotuning results in the cache.
+    short.  They also do at max-autotune, where the second must find the autotuning results of the first in the cache.
 
     Raises weight-mutated, recorder-failed, extra-missing and kernel-failed for branches and loops, and what `assemble` and a
     recorder process raise.
@@ -123,7 +124,7 @@ def record_level(
         if not lowered or refusal.code != "recordings-differ":
             raise
         processes.end(RECORD)
-        recorded = _record(recordable, level, frozenset(), processes, workers, tell)  # cache files were missing: both compiled
+        recorded = _record(recordable, level, frozenset(), processes, workers, tell)  # cache files were missing, so both compiled
     if len(lowered) < len(keys):
         keep_compiled(path, cached_keys.union(map(str, keys)), processes.cache)
     return recorded
@@ -167,7 +168,8 @@ def _record(
 
 
 def priming(keys: int, level: str, specialize: str) -> int:
-    """Returns how many processes fill the compile cache: at most half the processors, or one if they run benchmarks."""
+    """Returns how many processes fill the compile cache: none at eager, else at most half the processors.  Only one at
+    max-autotune, which runs benchmarks, and if all keys share their kernels."""
     if level == "eager" or not keys:
         return 0
     return 1 if level == "max-autotune" or specialize == "shared" else min(keys, max(1, processors() // 2))
@@ -179,7 +181,7 @@ def fitting(wanted: int, need: int) -> int:
 
 
 def _recorded(a: Take, b: Take, assembled: Assembled, recordable: Recordable, images: Sequence[bytes]) -> Recorded:
-    """Combines the assembled recordings with the replays of both takes.  `images`: the build's own cubins to add."""
+    """Combines the assembled recordings with the replays of both takes.  `images`: cubins that the build adds."""
     layout, inputs = recordable.layout, recordable.inputs
     replays = {}
     for mine, theirs in zip(a.self_tests, b.self_tests, strict=True):

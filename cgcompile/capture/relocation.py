@@ -41,8 +41,8 @@ from .take import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classified:
-    """A block whose addresses were taken out.  `relocations`: (offset of 8 bytes, place that they point to).  `undefined`:
-    (offset, size).  `data` has zeros at both."""
+    """A block without its addresses.  `relocations`: (offset of 8 bytes, place that they point to).  `undefined`: (offset, size).
+    `data` has zeros at both."""
 
     data: bytes
     relocations: tuple[tuple[int, Reading], ...]
@@ -108,8 +108,8 @@ def classify(mine: Block, theirs: Block, paired: PairedRanges, where: Callable[[
 
 def _is_stale(mine: Block, theirs: Block, word: Word, other: Word, paired: PairedRanges) -> bool:
     """Whether two words of different places are stale bytes, not addresses.  Weights, inputs and state have the same offsets in
-    both processes.  So a word that looks like their address in one process only is left over from another call.  If both look so
-    and the lower four bytes are equal, the word is a 4-byte number below stale bytes."""
+    both processes.  So a word that looks like such an address in one process only is left over from another call.  If it looks like
+    one in both and its lower four bytes are equal, it is a 4-byte number below four stale bytes."""
     in_buffers = stays(word, paired.ranges[0]), stays(other, paired.ranges[1])
     at = slice(word.at, word.at + 4)
     return any(in_buffers) and (mine.data[at] == theirs.data[at] or in_buffers[0] != in_buffers[1])
@@ -195,7 +195,11 @@ def _both(mine: Word, theirs: Word, paired: PairedRanges) -> str:
     texts = []
     for word, ranges in ((mine, paired.ranges[0]), (theirs, paired.ranges[1])):
         places = [(ranges[target.range], target) for target in word.readings]
-        texts.append(" or ".join(f"{piece.kind} of {piece.size:,} bytes, {target.offset:,} into it" for piece, target in places))
+        texts.append(
+            " or ".join(
+                f"{memory_range.kind} of {memory_range.size:,} bytes, {target.offset:,} into it" for memory_range, target in places
+            )
+        )
     return f"{texts[0]}; in the other process {texts[1]}"
 
 

@@ -28,13 +28,13 @@ class Request:
 
     `role`: PRIME lowers and runs the keys once; RECORD makes a Take of them.  `programs`: by key, files of saved ExportedPrograms
     without weights, which several keys may share.  `calls`: a torch.save file, {key: (example call, self-test call)}.  `result`:
-    the file to write.  `keys`: largest first.  `code`: the model whose code registers custom operators, or "".  `placements`: by
-    key, nodes on the host as {node: reason}; if any, programs have several regions.  `uploads`: by key, values that the host
-    computes.  `stored`: the bundle's weights file; `weights`: rows of all its tensors, also those that only the host reads.
-    `shift`: makes this process's addresses differ from the other recorder's.  `written`: by key, which of the call's tensors the
-    program writes to.  `self_test_calls`: by key, how often the self-test calls the program.  `varying`: state with a variable
-    number of rows; this process has `more` rows than the other recorder.  `bounds`: error bounds of the values that the self-test
-    compares.  `floors`: smallest bound for floats from which an index is selected (`selection_floor`)."""
+    the file to write.  `keys`: largest first.  `code`: files and modules to import first (`inlining.code_of`), or "".
+    `placements`: by key, nodes on the host as {node: reason}; if any, programs have several regions.  `uploads`: by key, values
+    that the host computes.  `stored`: the bundle's weights file; `weights`: rows of all its tensors, also those that only the host
+    reads.  `shift`: makes this process's addresses differ from the other recorder's.  `written`: by key, which of the call's
+    tensors the program writes to.  `self_test_calls`: by key, how often the self-test calls the program.  `varying`: state with a
+    variable number of rows; this process has `more` rows than the other recorder.  `bounds`: error bounds of the values that the
+    self-test compares.  `floors`: smallest bound for floats from which an index is selected (`selection_floor`)."""
 
     role: str
     programs: dict[IntKey, Path]

@@ -1,6 +1,6 @@
-"""The allowed difference from eager PyTorch, for outputs and for everything that a call changes.  Integers and booleans have to be
-equal.  The bound of a float is that of its dtype, or of the coarsest floating dtype of the operations before it: float32 logits may
-have been rounded to bfloat16 before.
+"""The allowed difference from eager PyTorch, for outputs and for everything that a call changes.  Integers and booleans must be
+equal.  The bound of a float is that of its dtype, or of the coarsest floating dtype among the operations that compute it: float32
+logits may have been rounded to bfloat16 before.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorBound:
-    """The bound of one tensor, as `comparison.difference` measures it.  `title` names it as `self_test_tensors` does.
+    """The largest allowed `comparison.difference` of one tensor.  `title`: its name, as in `self_test_tensors`.
 
-    `rounded`: it depends on computed floats, so rounding can change an integer.  `widened`: its bound before eager PyTorch's own
-    differences widened it, 0 if they did not.
+    `rounded`: the tensor depends on computed floats, so rounding can change an integer.  `widened`: the bound before eager
+    PyTorch's own differences increased it; 0 if they did not.
     """
 
     title: str
@@ -45,11 +45,11 @@ class ErrorBound:
 
 
 def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[ErrorBound, ...]:
-    """Returns the bounds in the order of `self_test_tensors`: outputs, written inputs, and those of `weights` that are state, whose
-    names may be the program's or the user's.  Of several programs the largest counts.
+    """Returns the bounds in the order of `self_test_tensors`: outputs, written inputs, and the state among `weights`, whose names
+    may be the program's or the user's.  With several programs, the largest bounds count.
 
     Eager PyTorch itself is inexact: on a GPU it may round float32 to TF32, and outputs differ by `Prepared.spread` between
-    runs.  A bound is at least SPREADS times that, up to MOST.
+    runs.  A bound is at least SPREADS times the spread, but the spread increases no bound above MOST.
     """
     by_program = [_program_bounds(program, prepared, weights) for _, program in prepared.programs.distinct]
     bounds = tuple([_widest(candidates) for candidates in zip(*by_program, strict=True)])
@@ -60,8 +60,8 @@ def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[Er
 
 
 SPREADS, MOST = 4.0, tolerance(torch.bfloat16)
-"""Eager PyTorch's own difference is measured once, with one draw of inputs.  Beyond MOST a comparison has no meaning, and the model
-should be built in a wider dtype."""
+"""Eager PyTorch's own difference is measured with few inputs.  Above MOST a comparison has no meaning, and the model should be
+built in a wider dtype."""
 
 
 def _spread_out(bound: ErrorBound, spread: float) -> ErrorBound:
@@ -82,7 +82,7 @@ def _rounds_to_tf32(programs: Programs) -> bool:
 
 
 def selection_floor(prepared: Prepared, bounds: Sequence[ErrorBound]) -> float:
-    """Returns the minimum bound of computed floats from which an index is selected: the widened `bounds`, and that of TF32."""
+    """Returns the smallest bound for floats from which an index is selected: the largest of the widened `bounds` and of TF32's."""
     widened = max((limit.bound for limit in bounds if limit.widened), default=0.0)
     return max(widened, TF32 if prepared.on_gpu and _rounds_to_tf32(prepared.programs) else 0.0)
 
@@ -90,8 +90,8 @@ def selection_floor(prepared: Prepared, bounds: Sequence[ErrorBound]) -> float:
 FLOAT32 = tolerance(torch.float32)
 
 TF32 = 5e-3
-"""The bound if eager PyTorch rounds float32 operands to TF32 (10 bits of mantissa, 5e-4), which cuDNN does by default: the lowered
-kernels may not.  Measured: 3.8e-4 (a ViT's patches), 4.4e-4 (an LSTM), 2.8e-3 (a BiT)."""
+"""The bound if eager PyTorch rounds float32 operands to TF32 (10 bits of mantissa, 5e-4), but the lowered kernels may not.  cuDNN
+rounds by default.  Measured: 3.8e-4 (a ViT's patches), 4.4e-4 (an LSTM), 2.8e-3 (a BiT)."""
 
 _CUDNN = frozenset(
     f"aten::{name}"
@@ -133,7 +133,8 @@ def _bound(name: str, dtype: str, passed: Dtypes) -> ErrorBound:
 
 
 class _Lineage:
-    """The floating dtypes of the operations before every node.  A tensor, its views and the values written to it count as one."""
+    """For every node, the floating dtypes of the operations that compute it.  A tensor, its views and values written to it share
+    them."""
 
     def __init__(self, program: ExportedProgram) -> None:
         self._base: dict[Node, Node] = {}
@@ -152,7 +153,7 @@ class _Lineage:
                 self._add(placeholders[owners.get(spec.target, spec.target)], self.of(leaf))
 
     def of(self, node: object) -> Dtypes:
-        """Returns the floating dtypes of the operations before a node."""
+        """Returns the floating dtypes of the operations that compute a node."""
         return self._dtypes.get(self._root(node), set()) if isinstance(node, Node) else set()
 
     def _follow(self, node: Node) -> None:
@@ -181,8 +182,8 @@ def _computed(module: GraphModule) -> Dtypes:
 
 
 def _viewed(node: Node) -> Node | None:
-    """Returns the tensor of which the node's result is a view, or which it wrote to; None if the result is computed.  A conversion
-    is a computation, although its schema declares a view."""
+    """Returns the operand that the node's result is a view of, or that the node writes to; None if the result is computed.  A
+    conversion is a computation, although its schema declares a view."""
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -202,8 +203,8 @@ def _write_targets(node: Node) -> list[Node]:
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     destinations: list[Node] = []
-    for place, argument in enumerate(node.target._schema.arguments):
-        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+    for position, argument in enumerate(node.target._schema.arguments):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info and argument.alias_info.is_write:
             destinations += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
     return destinations

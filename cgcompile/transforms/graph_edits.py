@@ -19,18 +19,20 @@ from torch.fx.node import map_arg
 
 
 def add_buffer(graph: Graph, specs: Sequence[InputSpec], name: str, value: Tensor) -> tuple[Node, list[InputSpec]]:
-    """Adds a buffer.  Returns its placeholder, which follows those of parameters and buffers."""
+    """Adds a buffer after the parameters and buffers.  Returns its placeholder, and the new input specs."""
     specs = list(specs)
-    place = max([index + 1 for index, spec in enumerate(specs) if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)], default=0)
+    position = max(
+        [index + 1 for index, spec in enumerate(specs) if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)], default=0
+    )
     placeholders = graph.find_nodes(op="placeholder")
-    with graph.inserting_before(placeholders[place]):
-        state = graph.placeholder(f"b_{name}")
+    with graph.inserting_before(placeholders[position]):
+        placeholder = graph.placeholder(f"b_{name}")
     mode = next(fake.fake_mode for node in placeholders if isinstance(fake := node.meta.get("val"), FakeTensor))
     with mode:
-        state.meta["val"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-    spec = InputSpec(kind=InputKind.BUFFER, arg=TensorArgument(name=state.name), target=name, persistent=True)
-    specs.insert(place, spec)
-    return state, specs
+        placeholder.meta["val"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    spec = InputSpec(kind=InputKind.BUFFER, arg=TensorArgument(name=placeholder.name), target=name, persistent=True)
+    specs.insert(position, spec)
+    return placeholder, specs
 
 
 def insert(
@@ -40,8 +42,8 @@ def insert(
     table: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     origin: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Inserts the operations of `function` on the values of `inputs`, decomposed by `table`, before `place`.  Returns the result's
-    nodes."""
+    """Inserts the operations of `function` on the values of `inputs`, decomposed by `table`, before `place`.  `origin`: metadata of
+    the new nodes.  Returns the nodes of the results."""
     graph, values = place.graph, [node.meta["val"] for node in inputs]
     with values[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
         traced = make_fx(function, decomposition_table=dict(table))(*values)

@@ -3,40 +3,41 @@
 **Old values of inputs are read before a graph overwrites them.** A graph ends with copies of new values to the inputs that it
 writes to.  Inductor removes operations that change nothing, copies too (`remove_noop_ops` in
 torch/_inductor/fx_passes/post_grad.py).  Two swapped buffers then get the same value, because the second reads the first after the
-write (torch 2.11 and 2.13).  The pass runs before that, and computes such values by an operation that stays: a flip along no axis.
+write (torch 2.11 and 2.13).  The pass runs earlier.  It computes such values with an operation that Inductor does not remove: a
+flip along no axis.
 
-**A scatter of a number keeps its dtype.** Inductor turns it into `where(..., number, other number)`, whose dtype is that of the
-numbers (torch 2.11, `scatter_upon_const_tensor` in fx_passes/joint_graph.py; 2.13 converts it).  A mask of bfloat16 became float32,
-one of float32 int64.
+**A scatter of a number keeps its dtype.** Inductor turns it into `where(..., number, other number)`, whose dtype follows from the
+Python numbers (torch 2.11, `scatter_upon_const_tensor` in fx_passes/joint_graph.py; 2.13 converts it).  A bfloat16 mask became
+float32, a float32 mask int64.
 
-**Indices are compared.** `Max` and `Min` reject a number that contains `Identity`, because sympy cannot evaluate it, and also
-quotients and remainders of it.  A gather at such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 fixes
-the case of `Identity` alone).  `Identity` keeps sympy from expanding an index, which a number does not need.
+**`Identity` of a number is the number.** `Identity` keeps sympy from expanding an index, but a number cannot be expanded.  `Max`
+and `Min` reject `Identity` of a number, and quotients and remainders of it, because sympy cannot evaluate them.  Then a gather at
+such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 fixes the case of `Identity` alone).
 
 **A factor of a sum is multiplied first.** `torch.add(x, a @ b, alpha=-1)` becomes `addmm` without its factor, because the pattern
 ignores `alpha` (`addmm` in fx_passes/post_grad.py, torch 2.13).
 
-**Short products are added by addmm.** Inductor generates one kernel for the sum of two products.  It has no configuration for inner
-axes of up to 16 elements, and without PyTorch's own kernels there is no other choice (`tuned_mm_plus_mm` in
+**Short products are added by addmm.** Inductor generates one kernel for the sum of two products.  That kernel has no configuration
+for inner axes of up to 16 elements.  If PyTorch's own kernels are excluded, no choice is left (`tuned_mm_plus_mm` in
 torch/_inductor/kernel/mm_plus_mm.py, torch 2.11 and 2.13).
 
 **Outputs are separate tensors.** Inductor merges equal operations.  Code that is compiled ahead of time then returns one tensor
 twice, and its caller frees it twice (`generate_return` in torch/_inductor/codegen/cpp_wrapper_cpu.py, torch 2.11 and 2.13).
 
-**Rules of dtypes are made once.** `DtypePropagationOpsHandler` is one object, but torch requests it for every operation of every
-kernel.  Python calls `__init__` each time, which makes the rules of 200 operations (torch 2.11 and 2.13).  That took a twentieth of
-the time of lowering.
+**Dtype rules are created once.** `DtypePropagationOpsHandler` is a singleton, but torch requests it for every operation of every
+kernel.  Python calls `__init__` each time, which creates the rules of 200 operations (torch 2.11 and 2.13).  That took 5 % of the
+time of lowering.
 
 **Concatenations keep their strides.** Inductor leaves out tensors without elements.  If one tensor is left, the result is a copy
 with the strides of that tensor, where `torch.cat` gives contiguous ones (`cat` in torch/_inductor/decomposition.py, torch 2.11 and
-2.13).  A later view of the exported program may not exist for those strides.
+2.13).  A later view in the exported program may be impossible with those strides.
 
-**Rows of state are not compared with its size.** Inductor decomposes `_unsafe_index_put` to `index_put`, which compares them (torch
-2.11 and 2.13).  Programs whose state has a variable number of rows have their own comparison (state_rows.py).
+**Row indices of state are not checked against its size.** Inductor decomposes `_unsafe_index_put` to `index_put`, which checks them
+(torch 2.11 and 2.13).  Programs whose state has a variable number of rows have their own check (state_rows.py).
 
 Private interfaces (torch 2.11, 2.13): the options `post_grad_custom_pre_pass` and `joint_custom_pre_pass`, `CustomGraphPass`,
 `get_hash_for_files`, `torch.utils._sympy.functions.Identity`, `torch._inductor.dtype_propagation.DtypePropagationOpsHandler`,
-`torch._inductor.utils.op_dtype_propagation_rules`, `torch._inductor.decomposition.select_decomp_table`, which gives one dict,
+`torch._inductor.utils.op_dtype_propagation_rules`, `torch._inductor.decomposition.select_decomp_table` (returns a shared dict),
 `torch._prims_common.suggest_memory_format`.
 """
 
@@ -63,13 +64,13 @@ aten = torch.ops.aten
 COPY, PUT = aten.copy_.default, aten._unsafe_index_put.default
 
 INPUTS = ("placeholder", "get_attr")
-"""Kinds of nodes for the inputs of a graph.  Code that is compiled ahead of time for a processor has buffers as attributes."""
+"""Kinds of nodes for the inputs of a graph.  In graphs that are compiled ahead of time for the CPU, buffers are attributes."""
 
 SIMPLE = frozenset({
     "clone", "contiguous", "to", "_to_copy", "add", "sub", "mul", "div", "pow", "copy", "cat", "repeat", "where", "alias", "slice",
     "slice_scatter", "constant_pad_nd", "convert_element_type", "device_put", "ceil", "floor", "round", "trunc",
 })  # fmt: skip
-"""Operations besides views that may change nothing, depending on their arguments."""
+"""Operations that, like views, may change nothing.  That depends on their arguments."""
 
 
 def passes(*, ahead: bool = False) -> dict[str, CustomGraphPass]:
@@ -91,15 +92,15 @@ def unchecked_puts(module: GraphModule) -> Iterator[None]:
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Makes `Identity` of a number the number, makes rules of dtypes only once, and keeps the strides of concatenations, inside the
-    context."""
+    """Patches Inductor inside the context: `Identity` of a number is the number, dtype rules are created once, and concatenations
+    keep their strides."""
     table = select_decomp_table()
     concatenation = {aten.cat.default: partial(_with_strides_of_cat, table[aten.cat.default])}
-    make, rule_counts = DtypePropagationOpsHandler.__init__, set[int]()
+    create, rule_counts = DtypePropagationOpsHandler.__init__, set[int]()
 
     def once(self: DtypePropagationOpsHandler) -> None:
         if (count := len(op_dtype_propagation_rules)) not in rule_counts:  # lowerings that are registered later add rules
-            make(self)
+            create(self)
             rule_counts.add(count)
 
     rules = mock.patch.object(DtypePropagationOpsHandler, "__init__", once)
@@ -139,7 +140,7 @@ class ReadOldValues(CustomGraphPass):
 
 
 class SeparateOutputs(ReadOldValues):
-    """The same pass for code that is compiled ahead of time.  It makes repeated outputs separate tensors."""
+    """The same pass for code that is compiled ahead of time.  It separates repeated outputs instead of adding short products."""
 
     def __call__(self, graph: Graph) -> None:
         read_old_values(graph)
@@ -158,8 +159,8 @@ class KeepScatteredDtypes(CustomGraphPass):
 
 
 def keep_scattered_dtypes(graph: Graph) -> None:
-    """Changes the graph in place.  Numbers get the Python type of the required dtype.  If there is no such type, an identity
-    operation keeps Inductor's pattern from matching."""
+    """Changes the graph in place.  Scattered numbers get the Python type of the required dtype.  If there is no such type, an
+    identity operation keeps Inductor's pattern from matching."""
     for node in graph.find_nodes(op="call_function", target=aten.scatter.value):
         full, *place, value = node.args
         if full.target is not aten.full.default:
@@ -193,7 +194,7 @@ def spell_factors(graph: Graph) -> None:
 
 
 def add_short_products(graph: Graph) -> None:
-    """Changes the graph in place: of two products with a short inner axis, the second is added to the first by addmm."""
+    """Changes the graph in place.  In a sum of two products, addmm computes the second one if its inner axis is short."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         one, other = node.args
         if any(not isinstance(operand, Node) or operand.target is not aten.mm.default for operand in (one, other)):
@@ -204,7 +205,7 @@ def add_short_products(graph: Graph) -> None:
 
 
 def separate_outputs(graph: Graph) -> None:
-    """Changes the graph in place: computes a repeated output once more, by an operation that stays."""
+    """Changes the graph in place: computes a repeated output again, with an operation that Inductor does not remove."""
     output = graph.output_node()
     if isinstance(output.args[0], Node):  # the graph of a condition returns one tensor
         return
@@ -218,23 +219,23 @@ def separate_outputs(graph: Graph) -> None:
 
 
 def read_old_values(graph: Graph) -> None:
-    """Changes the graph in place.  A value that is copied to an input is computed first if it may be another input that was written
-    before.  That applies to every written attribute, because Inductor does not keep the order of such copies."""
+    """Changes the graph in place.  A value that is copied to an input may be another input, which an earlier copy overwrites.  Then
+    the value is computed before the copies.  For attributes, any other copy counts: Inductor does not keep the order of those."""
     copies = [node for node in graph.find_nodes(op="call_function", target=COPY) if node.args[0].op in INPUTS]
     written = {str(copy.args[0].target) for copy in copies if copy.args[0].op == "get_attr"}
     for copy in copies:
-        place, value = copy.args[:2]
-        if simple_sources(value) & (written - {str(place.target)}):
+        destination, value = copy.args[:2]
+        if simple_sources(value) & (written - {str(destination.target)}):
             first = next(node for node in graph.nodes if node.op != "placeholder")
             with graph.inserting_before(first) if value.op == "placeholder" else graph.inserting_after(value):
                 identity = graph.call_function(torch.ops.prims.rev.default, (value, []))
             identity.meta = {name: value.meta[name] for name in ("val", "tensor_meta") if name in value.meta}
             copy.update_arg(1, identity)
-        written.add(str(place.target))
+        written.add(str(destination.target))
 
 
 def simple_sources(value: Node) -> set[str]:
-    """Returns the names of the inputs that a value may be, as far as a compiler can tell from its operations."""
+    """Returns the names of the inputs that a value may be equal to: only views and SIMPLE operations come between."""
     input_names: set[str] = set()
     waiting = [value]
     while waiting:

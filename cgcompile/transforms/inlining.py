@@ -1,7 +1,7 @@
 """Replaces operators that the code of a host region cannot call by the operations of their implementations.
 
-The code runs without Python, which a custom operator needs.  An operator that PyTorch can trace is traced; any other is refused.
-For a few operators of PyTorch without a C interface in AOTInductor there are implementations here (SPELLED).
+That code runs without Python, but custom operators need Python.  So operators that PyTorch can trace are traced; others are
+refused.  SPELLED has implementations of PyTorch's operators without a C interface in AOTInductor.
 
 Private interface (torch 2.11, 2.13): `torch._library.custom_ops`, for the Python functions behind `torch.library.custom_op`.
 """
@@ -57,9 +57,9 @@ def inlined(program: ExportedProgram, only: Collection[Any] | None = None) -> Ex
 def unique(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Implements `torch.unique` of all elements: sorted values, the position of each element among them, and their counts."""
     ordered, order = torch.sort(x.reshape(-1), stable=True)
-    values, places, numbers = unique_consecutive(ordered, True, True)
-    back = torch.empty_like(order).scatter(0, order, places) if inverse else x.new_empty(0, dtype=torch.int64)
-    return values, back.reshape(x.shape) if inverse else back, numbers if counts else x.new_empty(0, dtype=torch.int64)
+    values, positions, sizes = unique_consecutive(ordered, True, True)
+    unsorted = torch.empty_like(order).scatter(0, order, positions) if inverse else x.new_empty(0, dtype=torch.int64)
+    return values, unsorted.reshape(x.shape) if inverse else unsorted, sizes if counts else x.new_empty(0, dtype=torch.int64)
 
 
 def unique_consecutive(
@@ -71,10 +71,10 @@ def unique_consecutive(
     flat = x.reshape(-1)
     first = torch.cat([flat.new_ones(1, dtype=torch.bool), flat[1:] != flat[:-1]]) if flat.numel() else flat.to(torch.bool)
     starts = torch.nonzero(first).reshape(-1)
-    places = (torch.cumsum(first.to(torch.int64), 0) - 1).reshape(x.shape)
+    positions = (torch.cumsum(first.to(torch.int64), 0) - 1).reshape(x.shape)
     ends = torch.cat([starts, starts.new_full((1,), flat.numel())])
-    nothing = x.new_empty(0, dtype=torch.int64)
-    return flat[starts], places if inverse else nothing, ends[1:] - ends[:-1] if counts else nothing
+    empty = x.new_empty(0, dtype=torch.int64)
+    return flat[starts], positions if inverse else empty, ends[1:] - ends[:-1] if counts else empty
 
 
 def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
@@ -109,8 +109,9 @@ def custom_operators(program: ExportedProgram) -> set[Any]:
 
 
 def code_of(source: Source, programs: Programs) -> str:
-    """Returns what another process must import before it loads the programs, one a line: the model, and every module of a package
-    that registers an operator, because the model may import it late.  Returns "" for nothing.  Raises operator-without-code."""
+    """Returns the files and modules that another process must import before it loads the programs, one a line: the model's, and
+    those that register a custom operator, because the model may import them late.  Returns "" if the programs call no custom
+    operator.  Raises operator-without-code."""
     operators = {operator for _, program in programs.distinct for operator in custom_operators(program)}
     modules = {module for operator in operators for module in _registering_modules(operator)} - {source.code}
     if operators and not source.code and not modules:
@@ -124,8 +125,8 @@ def code_of(source: Source, programs: Programs) -> str:
 
 
 def _registering_modules(op: Any) -> list[str]:
-    """Returns the modules that another process can import and that may have registered an operator with `torch.library.custom_op`:
-    modules in the packages of its functions whose source contains its namespace."""
+    """Returns the importable modules that may have registered an operator with `torch.library.custom_op`: those in the packages of
+    its functions whose source contains the operator's namespace."""
     impl = getattr(custom_ops, "OPDEFS", {}).get(f"{op.namespace}::{op._opname}")
     functions = [getattr(impl, "_init_fn", None), getattr(impl, "_abstract_fn", None), *getattr(impl, "_backend_fns", {}).values()]
     packages = {getattr(function, "__module__", "").partition(".")[0] for function in functions} - {"", "torch", "builtins"}

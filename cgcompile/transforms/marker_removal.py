@@ -1,4 +1,4 @@
-"""Removes the marker operators from a program, for targets that do not split it."""
+"""Removes the marker operators (model/devices/markers.py), for targets that do not split programs into regions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _modules(module: GraphModule) -> list[GraphModule]:
 
 
 def _drop(module: GraphModule) -> dict[str, str]:
-    """Removes the markers from `module`'s graph.  Returns the name of a marker -> the name of its operand."""
+    """Removes the markers from `module`'s graph.  Returns marker name -> name of the node that replaces it."""
     renamed: dict[str, str] = {}
     for node in [node for node in module.graph.nodes if marker(node)]:
         source = node.args[0]

@@ -2,7 +2,7 @@
 
 The sharing is observed in eager PyTorch, not derived: a `reshape` may copy, and `contiguous` and `to` may return the tensor itself.
 In a bundle the Value of such an output lies in the shared memory, even if the compiled code returns a copy.  An output of
-`torch.cond` gets memory of its own, because another branch may return a tensor that shares nothing.
+`torch.cond` gets separate memory, because another branch may return a tensor that shares no memory.
 
 Private interface (torch 2.11, 2.13): `_cdata` of a storage, which is equal for fake tensors that share memory.
 """
@@ -86,9 +86,9 @@ def find_aliases(exported: Exported, outputs: Sequence[TensorSpec], state: Seque
                 f"{exported.source.label}: different outputs share memory at different sizes ({keys[0]} and {key}): "
                 f"a reshape or contiguous() copies at some of them",
             )
-    views = {pair: {key: views_at_key[pair] for key, views_at_key in by_key.items()} for pair in first}
+    views = {alias: {key: views_at_key[alias] for key, views_at_key in by_key.items()} for alias in first}
     return tuple(
-        [OutputAlias(output=pair[0], memory=pair[1], index=pair[2], name=pair[3], views=views[pair]) for pair in first]
+        [OutputAlias(output=alias[0], memory=alias[1], index=alias[2], name=alias[3], views=views[alias]) for alias in first]
     )  # fmt: skip
 
 
@@ -102,7 +102,8 @@ def with_aliases(
 ) -> tuple[Program, ...]:
     """Returns the programs with changed Values: an output that shares memory lies in the memory of its base tensor.
 
-    On the cpu target offsets count bytes from the first element of the base, in a bundle for a GPU from the start of its memory.
+    On the cpu target, offsets count bytes from the first element of the base.  In a bundle for a GPU, they count from the start of
+    the base's memory.
     Raises outputs-shared if the compiled code lays out the base differently from eager PyTorch.
     """
     return tuple([_with_aliases(program, aliases, outputs, weights) for program in programs])
@@ -165,7 +166,7 @@ def _observe(
                 memory, number, name, base = owner
                 _check_dtype(names[index], output, base)
                 views[index, memory, number, name] = _view(output, base)
-        owned = {pair[0] for pair in views}
+        owned = {alias_key[0] for alias_key in views}
         views |= _views_of_outputs(outputs, [index for index in range(len(outputs)) if index not in owned], names)
     finally:
         flat.snapshot.restore()
@@ -174,7 +175,7 @@ def _observe(
 
 def _keep_on_all_branches(program: ExportedProgram, views: Mapping[_AliasKey, View]) -> dict[_AliasKey, View]:
     """Returns only the views that exist on all branches.  An output that depends on a branch is kept only if it shares memory in
-    the exported program too.  There the result of a branch is a new tensor."""
+    the exported program too.  In that program, the result of a branch is a new tensor."""
     graph, specs = program.graph, program.graph_signature.output_specs
     dependent: set[Node] = set()
     for node in graph.nodes:
@@ -184,14 +185,14 @@ def _keep_on_all_branches(program: ExportedProgram, views: Mapping[_AliasKey, Vi
     outputs = [node for node, spec in node_specs if spec.kind is OutputKind.USER_OUTPUT]
     input_storages = {_storage_id(node) for node in graph.find_nodes(op="placeholder")} - {None}
 
-    def is_kept(pair: _AliasKey) -> bool:
-        output, memory, base, _ = pair
+    def is_kept(alias_key: _AliasKey) -> bool:
+        output, memory, base, _ = alias_key
         if memory != "outputs":
             return outputs[output] not in dependent or _storage_id(outputs[output]) in input_storages
         same_storage = _storage_id(outputs[output]) == _storage_id(outputs[base])
         return dependent.isdisjoint({outputs[output], outputs[base]}) or same_storage
 
-    return {pair: view for pair, view in views.items() if is_kept(pair)}
+    return {alias_key: view for alias_key, view in views.items() if is_kept(alias_key)}
 
 
 def _has_branches(node: Node, module: GraphModule) -> bool:
@@ -239,7 +240,7 @@ def _check_dtype(name: str, output: torch.Tensor, other: torch.Tensor) -> None:
 
 _StorageKey = tuple[int, bool, bool]
 """The address of a storage, and torch's conjugate and negative bits.  `x.conj()` is a view of x with the conjugate bit set.  A
-bundle has no such bits.  So an output whose bits differ from those of x gets memory of its own."""
+bundle has no such bits.  So an output whose bits differ from those of x gets separate memory."""
 
 
 def _storage(tensor: torch.Tensor) -> _StorageKey:

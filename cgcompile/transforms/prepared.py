@@ -1,4 +1,4 @@
-"""The input of lowering: the exported program after the transforms, and what its calls write, share and draw."""
+"""The input of lowering: the transformed programs, the tensors that they write to, and the outputs that share memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .rng.rewrite import generator_buffer, with_generator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Programs that are ready to be lowered.
+    """Programs that are ready to be lowered.  Buffers have their names in the programs.
 
-    `written`: positions of the inputs that a program writes to.  `changes`: the buffers that a program writes to, by their names in
-    the programs.  `state`: the buffers that any entry of the model writes to, and those with numbers of rows.  `varying`: buffers
-    of the state whose number of rows is chosen at load.  `weights`: the tensors of all entries.  `generator`: the program's name of
-    the random number generator's buffer, or "".  `reference`: computes the expected results.  `self_test_calls`: how often the
-    self-test calls each int_key.  `spread`: the result of `eager_spread`, the larger of those at the smallest and the largest
-    int_key.  `on_gpu`: eager PyTorch ran on a GPU.  `baked`: as in `Exported`.
+    `written`: positions of the inputs that a program writes to.  `changes`: the buffers that this entry's programs write to.
+    `state`: the buffers that any entry of the model writes to, and those that hold a number of rows.  `varying`: buffers of the
+    state whose number of rows is chosen at load.  `weights`: the tensors of all entries.  `generator`: the buffer of the random
+    number generator, or "".  `reference`: computes the expected results.  `self_test_calls`: how often the self-test calls each
+    int_key.  `spread`: by output, the largest result of `eager_spread` at the smallest and the largest int_key.  `on_gpu`: eager
+    PyTorch ran on a GPU.  `baked`: as in `Exported`.
     """
 
     programs: Programs
@@ -55,10 +55,10 @@ class Prepared:
 def prepare(
     exported: Exported, signature: Signature, functionalized: Mapping[IntKey, ExportGraphSignature], markers: bool
 ) -> Prepared:
-    """Applies the transforms: removes markers unless `markers`, and rewrites random operators.  Then finds writes, aliases and
-    draws.
+    """Applies the transforms: removes marker operators unless `markers`, and rewrites random operators.  Then finds the tensors
+    that programs write to, and the outputs that share memory.
 
-    `functionalized`: the result of `functional` for the exported program of a key.  Raises outputs-shared, state-refused,
+    `functionalized`: by key, the result of `functional` for its exported program.  Raises outputs-shared, state-refused,
     structure-unsupported.
     """
     bare = exported.programs if markers else exported.programs.changed(without_markers)
@@ -92,28 +92,29 @@ def prepare(
 def together(entries: Sequence[Prepared]) -> tuple[Prepared, ...]:
     """Returns the entries of one model, each with the state and the weights of all.
 
-    Raises data-dependent-branch if Python read a value of a buffer that calls change, and state-refused."""
-    changes = {name for one in entries for name in one.changes}
-    weights = {name: value for one in entries for name, value in one.weights.items()}
+    Raises data-dependent-branch if Python read a value of a buffer that calls change.  Raises state-refused if no call writes to a
+    buffer of `varying`."""
+    changes = {name for entry in entries for name in entry.changes}
+    weights = {name: value for entry in entries for name, value in entry.weights.items()}
     state = tuple(sorted(changes | {name for name in weights if name.startswith(ROWS)}))
     for name in entries[0].varying:
         if name not in changes:
             raise ModelError("state-refused", f"state: no call writes to {name.removeprefix(PREFIX)!r}", "leave it out of state()")
     plain = {name.removeprefix(PREFIX) for name in state}
-    for one in entries:
-        for name in sorted(one.baked.keys() & plain):
-            text = f"{one.baked[name]}: data-dependent-branch: Python reads the value of {name!r}, which calls change"
+    for entry in entries:
+        for name in sorted(entry.baked.keys() & plain):
+            text = f"{entry.baked[name]}: data-dependent-branch: Python reads the value of {name!r}, which calls change"
             raise ModelError("data-dependent-branch", text)
 
     def alias(row: OutputAlias) -> OutputAlias:
         return replace(row, memory="state") if row.name in plain else row
 
-    return tuple([replace(one, state=state, weights=weights, aliases=tuple(map(alias, one.aliases))) for one in entries])
+    return tuple([replace(entry, state=state, weights=weights, aliases=tuple(map(alias, entry.aliases))) for entry in entries])
 
 
 def _self_test_calls(exported: Exported, reference: Reference, state: Sequence[str]) -> int:
-    """Returns 2 for a model with state: only a second call shows whether it starts where the first one ended.  Returns 1 if eager
-    PyTorch fails at the second call, as with a cache that one call fills."""
+    """Returns 2 for a model with state, because only a second call shows whether the first one's state was kept.  Returns 1 without
+    state, or if eager PyTorch fails at the second call, for example because one call fills a cache."""
     if not state:
         return 1
     for key in all_keys(exported.sizes):
@@ -128,7 +129,7 @@ def _self_test_calls(exported: Exported, reference: Reference, state: Sequence[s
 
 
 def _spread(exported: Exported, reference: Reference) -> tuple[float, ...]:
-    """Returns `eager_spread` for inputs of the self-test, because the effect of rounding differs from draw to draw."""
+    """Returns the spread of `Prepared`.  Uses inputs of the self-test, because the effect of rounding differs between inputs."""
     keys = all_keys(exported.sizes)
     draws = [
         sample(exported.source, dict(zip(exported.sizes, key, strict=True)), SELF_TEST_SEED).tensors

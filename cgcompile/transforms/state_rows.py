@@ -1,12 +1,12 @@
 """Rewrites programs so that their code is the same for any number of rows of their state.
 
-A row is only accessed by an index that counts from 0.  An index from the end would mean another row if there are more.  The code
-that Inductor generates for an index compares it with the number of rows.  So the program gets one more buffer for each dimension,
-ROWS and its name, int64 [1], with the number of rows, and compares with that.  An invalid index is then an error on a processor,
-and means the nearest row on a GPU.  The remaining operations compare nothing with a size of a tensor.
+A row is only accessed by an index that counts from 0, because an index from the end depends on the number of rows.  Inductor's code
+for an index compares it with the size of the tensor at the build.  So the program gets one more buffer for each dimension of the
+state: int64 [1], the number of rows, named ROWS + the dimension.  Indices are compared with this number.  An invalid index is an
+error on a CPU, and is replaced by the nearest row on a GPU.  The remaining operations compare nothing with a size of a tensor.
 
 Other uses of such state are refused: they would read or write all rows, or contain their number.  On a GPU an operator of Triton
-kernels (`torch.library.triton_op`) may take the state: the recorders check whether its launches follow the number.
+kernels (`torch.library.triton_op`) may take the state: the recorders refuse it if its launches depend on the number of rows.
 
 Private interface (torch 2.11, 2.13): `torch._library.triton.triton_ops_to_kernels`.
 """
@@ -50,7 +50,7 @@ FACTORIES = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.defaul
 WITHIN = {
     aten.select.int: 1, aten.slice.Tensor: 1, aten.unsqueeze.default: 1, aten.squeeze.dim: 1, aten.transpose.int: 1,
 }  # fmt: skip
-"""Views of state that keep all rows unless they change the first axis, with the position of their axis argument."""
+"""Views of state that keep all rows unless they change the first axis -> the position of their axis argument."""
 
 EVERYTHING = (1 << 63) - 1
 """The end of a slice that Python writes as `:`."""
@@ -59,7 +59,7 @@ EVERYTHING = (1 << 63) - 1
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexedRows:
     """An operator that reads rows of its second and third argument.  `places`: the position of the argument with the indices.
-    After its first `arguments` arguments comes a flag: whether the indices were checked."""
+    The argument at position `arguments` is a flag: whether the indices were checked."""
 
     places: int
     arguments: int
@@ -100,11 +100,11 @@ def with_counted_rows(program: ExportedProgram, rows: Sequence[StateRows], run_d
     """Returns the program for any number of rows of its state, or the program itself if it uses none.  `run_device`: where it will
     run.  Weights are shared, not copied.  Raises state-refused."""
     names = weight_placeholders(program)
-    of_name = {PREFIX + name: group for group in rows for name in group.buffers}
-    if of_name.keys().isdisjoint(names.values()):
+    group_by_name = {PREFIX + name: group for group in rows for name in group.buffers}
+    if group_by_name.keys().isdisjoint(names.values()):
         return program
     root = copied_graph(program)
-    state = {node: of_name[names[node.name]] for node in root.graph.nodes if names.get(node.name) in of_name}
+    state = {node: group_by_name[names[node.name]] for node in root.graph.nodes if names.get(node.name) in group_by_name}
     device = next(iter(state)).meta["val"].device
     specs, tensors, counts = list(program.graph_signature.input_specs), dict(program.state_dict), {}
     for group in dict.fromkeys(state.values()):
@@ -118,24 +118,24 @@ def with_counted_rows(program: ExportedProgram, rows: Sequence[StateRows], run_d
 
 
 def _close(module: GraphModule) -> None:
-    """Checks the order of the nodes and compiles the module.  Inputs of bodies that nothing reads are harmless."""
+    """Checks the order of the nodes and compiles the module.  Keeps unused inputs of bodies, which are harmless."""
     module.graph.lint()
     module.recompile()
 
 
 class Axis(NamedTuple):
-    """An axis of a buffer: its number in a view, or the position that was selected."""
+    """An axis of a buffer: its number in a view, or the position that the view selects along it."""
 
     view: int | None
     position: int | None
 
 
 class _Rewriting:
-    """Rewrites one graph.  `state`: nodes with all rows of a dimension, and the node of the number of rows."""
+    """Rewrites one graph.  `state`: node with all rows -> the dimension, and the node of its number of rows."""
 
     def __init__(self, module: GraphModule, state: Mapping[Node, tuple[StateRows, Node]], asserting: bool) -> None:
         self._module, self._state, self._asserting = module, dict(state), asserting
-        # nodes that can be written to: the buffer, and for each of its axes that of the view, or the selected position
+        # node that can be written to -> its buffer, and the buffer's axes in the view
         self._axes: dict[Node, tuple[Node, tuple[Axis, ...]]] = {
             node: (node, tuple([Axis(number, None) for number in range(node.meta["val"].dim())])) for node in state
         }
@@ -185,7 +185,7 @@ class _Rewriting:
             checked = (*args[: indexed.places], places, *args[indexed.places + 1 : indexed.arguments], 1)
             return self._become(node, target, checked)
         if operator is not None and operator.name() in triton_ops_to_kernels and not self._asserting:
-            return None  # its kernels find the rows themselves
+            return None  # its kernels compute the addresses of rows
         user = str(operator or higher_order(node) or target)
         raise _refused(node, rows, f"is used as a whole by {user}")
 
@@ -218,7 +218,7 @@ class _Rewriting:
         return base, tuple(axes_of_view)
 
     def _put(self, node: Node, state: Node, rows: StateRows, count: Node) -> None:
-        """Turns a write in place into a new value of the whole buffer, which is copied to it.  Lowering makes it in place again."""
+        """Turns a write in place into a new value of the buffer, and a copy to the buffer.  Lowering writes in place again."""
         base, axes = self._axes[state]
         places = self._indices(node, node.args[1], count)
         graph, indices = node.graph, []
@@ -259,16 +259,16 @@ class _Rewriting:
         return [self._place(node, indices[0], count), *indices[1:]]
 
     def _place(self, node: Node, index: Node, count: Node) -> Node:
-        """Returns the rows of an index, computed once for all equal indices between two branches or loops.  On a GPU, each such
-        part is compiled separately: Inductor does not know that rows from another part are not negative."""
+        """Returns the valid rows of an index.  Equal indices between two branches or loops share them.  On a GPU, each such part is
+        compiled separately, and Inductor does not know that rows that another part computed are not negative."""
         key = self._key(index), count, self._part
         if key not in self._places:
             origin = {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}
             where = " ".join(filter(None, [place(node)[0] or "model"]))
             message = spelled(f"{where}: {ASSERTS}: 0 <= index < number of rows of the state") if self._asserting else ""
-            next_node = index.next if index.op == "call_function" else _first(node.graph)
-            first = node if self._part else next_node  # so that all uses come later
-            self._places[key] = insert(first, [index, count], partial(_places, message=message), origin=origin)
+            after_index = index.next if index.op == "call_function" else _first(node.graph)
+            following = node if self._part else after_index  # so that all uses come later
+            self._places[key] = insert(following, [index, count], partial(_places, message=message), origin=origin)
         return self._places[key]
 
     def _key(self, node: Node) -> Any:
@@ -299,11 +299,11 @@ class _Rewriting:
         for leaf in tree_leaves(carried):
             if leaf in self._state:
                 raise _refused(node, self._state[leaf][0], "is carried from turn to turn of a loop")
-        place = 3
-        operands = [leaf for leaf in (*tree_leaves(carried), *node.args[place]) if isinstance(leaf, Node)]
+        position = 3
+        operands = [leaf for leaf in (*tree_leaves(carried), *node.args[position]) if isinstance(leaf, Node)]
         counts = list(dict.fromkeys([self._state[operand][1] for operand in operands if operand in self._state]))
-        node.args = (*node.args[:place], (*node.args[place], *counts), *node.args[place + 1 :])
-        values = [*tree_leaves(carried), *node.args[place]]
+        node.args = (*node.args[:position], (*node.args[position], *counts), *node.args[position + 1 :])
+        values = [*tree_leaves(carried), *node.args[position]]
         for body in bodies(node, self._module):
             for count in counts:
                 _add_input(body.graph, count)
@@ -318,7 +318,7 @@ class _Rewriting:
 
 
 def _places(index: Tensor, count: Tensor, message: str) -> Tensor:
-    """Returns the rows of an index.  `message`: the error for an invalid index, or "" to take the nearest row."""
+    """Returns the valid rows of an index.  `message`: the error for an invalid index, or "" to take the nearest row."""
     number, row = count.select(0, 0), index.to(torch.int64)
     if message:
         aten._assert_async.msg(((row >= 0) & (row < number)).all(), message)

@@ -44,7 +44,7 @@ class AssembledEngine:
 
 def assemble_engine(one: EngineTake, other: EngineTake, *, own_memory: bool) -> AssembledEngine:
     """Compares and combines the recordings of two processes.  `own_memory`: also refuse pointers stored in the private pools.  Set
-    it if no fresh process will replay the graphs, which would show that they write those words before they read them.
+    it if no fresh process replays the graphs: only a replay shows that they write these words before they read them.
 
     Raises engine-differs, addresses-equal, memory-unnamed, pointer-in-tensor, and what `classify_takes` does.
     """
@@ -66,7 +66,7 @@ def assemble_engine(one: EngineTake, other: EngineTake, *, own_memory: bool) -> 
         recorded_rows(graph, classified, placement, None).recording
         for graph, classified in zip(a.graphs, takes.graphs, strict=True)
     ]
-    spans = [number for number, piece in enumerate(a.ranges) if piece.kind == "inputs" and number in used]
+    spans = [number for number, memory_range in enumerate(a.ranges) if memory_range.kind == "inputs" and number in used]
     return AssembledEngine(
         recordings=tuple(recordings),
         tensors=(*_named(one, spans), *_pooled(one, takes, placement)),
@@ -122,28 +122,30 @@ def _unnamed(take: Take, takes: ClassifiedTakes, tables: set[int]) -> Iterator[s
 
 
 def _describe(take: Take, number: int) -> str:
-    piece = take.ranges[number]
-    return f"{piece.size:,} bytes of {OUTSIDE.get(piece.kind, piece.kind)} that no tensor names"
+    memory_range = take.ranges[number]
+    return f"{memory_range.size:,} bytes of {OUTSIDE.get(memory_range.kind, memory_range.kind)} that no tensor names"
 
 
 def _check_apart(a: Take, b: Take, paired: PairedRanges, used: Sequence[int]) -> None:
     """Raises addresses-equal if a used range starts at the same address in both processes: then equal bytes may be addresses."""
     for number in used:
         if number in paired.pairing and a.ranges[number].start == b.ranges[paired.pairing[number]].start:
-            piece = a.ranges[number]
-            raise BuildError("addresses-equal", f"both processes have {piece.size:,} bytes of the engine's at {piece.start:#x}")
+            memory_range = a.ranges[number]
+            raise BuildError(
+                "addresses-equal", f"both processes have {memory_range.size:,} bytes of the engine's at {memory_range.start:#x}"
+            )
 
 
 def _check_pointers(one: EngineTake, other: EngineTake, paired: PairedRanges, used: Sequence[int], *, own_memory: bool) -> None:
-    """Raises pointer-in-tensor for a word in used memory that is an address in both processes: a kernel may dereference it, but
-    a replay in another process does not update it."""
+    """Raises pointer-in-tensor for a word in used memory that is an address in both processes.  A kernel may dereference it, but it
+    is not an address in the process that replays the graphs."""
     theirs = {(pointer.range, pointer.word.at): pointer.word for pointer in other.pointers}
     for pointer in one.pointers:
         word = theirs.get((paired.pairing.get(pointer.range, -1), pointer.word.at))
-        piece = one.take.ranges[pointer.range]
-        if word is None or pointer.range not in used or (piece.kind == "pool" and not own_memory):
+        memory_range = one.take.ranges[pointer.range]
+        if word is None or pointer.range not in used or (memory_range.kind == "pool" and not own_memory):
             continue
-        names = [row.name for row in one.tensors if row.span == pointer.range] if piece.kind == "inputs" else []
+        names = [row.name for row in one.tensors if row.span == pointer.range] if memory_range.kind == "inputs" else []
         place = f"tensor {names[0]!r}" if names else "the graphs' own memory"
         target = meaning(pointer.word, word, paired)
         to = f", of {_target(one, target)}" if target is not None else ""
@@ -184,5 +186,7 @@ def _pooled(take: EngineTake, takes: ClassifiedTakes, placement: Placement) -> l
 
 
 def _span(a: Take, b: Take, number: int) -> EngineSpan:
-    piece = a.ranges[number]
-    return EngineSpan(offset=piece.offset, bytes=piece.size, alignment=alignment(piece.start, b.ranges[number].start))
+    memory_range = a.ranges[number]
+    return EngineSpan(
+        offset=memory_range.offset, bytes=memory_range.size, alignment=alignment(memory_range.start, b.ranges[number].start)
+    )

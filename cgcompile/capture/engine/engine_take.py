@@ -49,8 +49,8 @@ class PointerWord:
 class EngineTake:
     """One process's recording of an engine.  `take` has one graph per key, and begins with the ranges that hold `tensors`.
 
-    `pooled`: names of the tensors in private pools; the take stores them as outputs of its first graph.  `pointers`: words in the
-    memory of both kinds that look like addresses.  `versions`: must be equal in both processes.  `process`: unique name."""
+    `pooled`: names of the tensors in private pools; the take stores them as outputs of its first graph.  `pointers`: words in named
+    tensors and private pools that look like addresses.  `versions`: must be equal in both processes.  `process`: a unique name."""
 
     take: Take
     keys: tuple[Key, ...]

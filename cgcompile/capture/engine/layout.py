@@ -47,7 +47,7 @@ def lay_out_tensors(places: Mapping[str, TensorPlace]) -> tuple[list[Range], tup
 
 def inputs_bytes(spans: Sequence[Range]) -> int:
     """Returns the size in bytes of memory `inputs`, which holds `spans`."""
-    return max([align(piece.offset + piece.size + 1) for piece in spans], default=0) + PAD
+    return max([align(memory_range.offset + memory_range.size + 1) for memory_range in spans], default=0) + PAD
 
 
 def alignment(*addresses: int) -> int:

@@ -87,24 +87,24 @@ def _inside(address: int, segments: Sequence[Mapping[str, Any]]) -> bool:
 def _others(segments: Sequence[Mapping[str, Any]], spans: Sequence[Range]) -> Iterator[Range]:
     """Yields torch's live blocks without the parts that named tensors cover.  A block ends at its requested size: the padding
     behind it is unused."""
-    taken = sorted((piece.start, piece.start + piece.size) for piece in spans)
+    named_intervals = sorted((memory_range.start, memory_range.start + memory_range.size) for memory_range in spans)
     for segment in segments:
         start = segment["address"]
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                for begin, end in without(start, start + block.get("requested_size", block["size"]), taken):
+                for begin, end in without(start, start + block.get("requested_size", block["size"]), named_intervals):
                     yield Range(kind="torch", start=begin, size=end - begin)
             start += block["size"]
 
 
 def pointer_words(addresses: AddressMap, ranges: Iterable[int], segments: Sequence[tuple[int, int]]) -> tuple[PointerWord, ...]:
     """Returns every aligned word of these ranges whose value is an address inside a known range or one of torch's segments."""
-    areas = [*segments, *[(piece.start, piece.size) for piece in addresses.ranges]]
+    areas = [*segments, *[(memory_range.start, memory_range.size) for memory_range in addresses.ranges]]
     low, high = min(start for start, _ in areas), max(start + size for start, size in areas)
     pointers: list[PointerWord] = []
     for number in list(ranges):
-        piece = addresses.ranges[number]
-        for at, value in _words_between(piece.start, piece.size, low, high):
+        memory_range = addresses.ranges[number]
+        for at, value in _words_between(memory_range.start, memory_range.size, low, high):
             readings = addresses.readings(value, None)
             if readings:
                 pointers.append(PointerWord(range=number, word=Word(at=at, readings=readings)))

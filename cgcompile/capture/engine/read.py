@@ -61,7 +61,7 @@ def read_engine(log: EngineImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph],
         outputs = () if position else tuple(pooled)
         read.append(RawGraph(key=(position,), nodes=nodes, edges=edges, inputs=(), outputs=outputs, name=name))
     states = find_module_state(used, {image: cubin(image) for image in used}, addresses)
-    scanned = [number for number, piece in enumerate(memory.ranges) if piece.kind in ("inputs", "pool")]
+    scanned = [number for number, memory_range in enumerate(memory.ranges) if memory_range.kind in ("inputs", "pool")]
     pointers = pointer_words(addresses, scanned, memory.segments)
     take = Take(
         ranges=_with_tables(addresses, states, read_device),
@@ -110,4 +110,9 @@ def _with_tables(addresses: AddressMap, states: Sequence[RawModuleState], read: 
     """Returns the ranges, with the contents of memory that module variables point to: libraries allocate such tables."""
     used = {target.range for state in states for word in state.block.words for target in word.readings}
     ranges = addresses.fill(used, read, LARGEST_TABLE)
-    return tuple([replace(piece, words=addresses.known_words(piece.contents)) if piece.contents else piece for piece in ranges])
+    return tuple(
+        [
+            replace(memory_range, words=addresses.known_words(memory_range.contents)) if memory_range.contents else memory_range
+            for memory_range in ranges
+        ]
+    )

@@ -65,13 +65,12 @@ def save_graphs(
       weights, caches, inputs.  Add the outputs, which the captures allocated.  The bundle leaves out tensors that no graph uses.
     - `verify`: the second process replays every graph three times, once over poisoned outputs.  Then a fresh process without torch
       replays the bundle over the same memory at other addresses.  All replays must leave the same bits in the tensors.  The
-      tensors' values are restored afterwards.  `attach` takes a bundle that was saved with verify=False only with unverified=True.
+      tensors' values are restored afterwards.  `attach` needs unverified=True for a bundle that was saved with verify=False.
     - `returns`: for every graph's key, the names of the outputs that it returns.  A replay is verified by these outputs and by
       the tensors that no capture allocated.  Without `returns`, all outputs are compared after every replay.  Then verification
       fails if a graph's scratch memory, whose bits differ in every replay, is also the memory of another graph's outputs.
     - `prepare`: called with a graph's key before each of these replays, to write inputs into `tensors`.  Without it, a graph reads
-      the values that the previous graphs wrote.  It is required if a kernel counts in a tensor: it has to
-      reset the count.
+      the values that the previous graphs wrote.  If a kernel increments a counter in a tensor, `prepare` must reset the counter.
 
     Synchronizes the device.  Refuses memory that belongs to none of `tensors`, and nodes that a bundle cannot hold.  The error
     names the kernel and, where it is known, the line of Python that launched it.  Raises a BuildError.
@@ -108,7 +107,7 @@ def save_graphs(
 
 
 def _check_returns(returns: Mapping[Key, Collection[str]] | None, graphs: Collection[Key], tensors: Collection[str]) -> None:
-    """Raises graph-refused for a graph that is missing in `returns`, or an unknown key or tensor: nothing would be compared."""
+    """Raises graph-refused for a graph that is missing in `returns`, or an unknown key or tensor."""
     for key in () if returns is None else [key for key in graphs if key not in returns]:
         raise BuildError("graph-refused", f"graph {key!r}: `returns` does not say what it returns", "name its outputs, or []")
     for key, names in (returns or {}).items():
@@ -184,7 +183,7 @@ def _write(stage: Path, first: EngineTake, mine: EngineTake, assembled: Assemble
         weights=weights,
         memories=(
             *((("weights", assembled.weights_end + PAD),) if weights else ()),
-            ("inputs", inputs_bytes([piece for piece in take.ranges if piece.kind == "inputs"])),
+            ("inputs", inputs_bytes([memory_range for memory_range in take.ranges if memory_range.kind == "inputs"])),
             ("arena", assembled.arena),
             (KERNEL_CODE, sum(map(len, take.images.values()))),
         ),
@@ -208,7 +207,7 @@ def _here(mine: EngineTake, engine: Engine, tensors: Mapping[str, torch.Tensor])
     """Returns the addresses in this process of the bundle's spans, of its arena tensors and of the graphs' private pools."""
     from .verify import Here
 
-    starts = {piece.offset: piece for piece in mine.take.ranges if piece.kind == "inputs"}
+    starts = {memory_range.offset: memory_range for memory_range in mine.take.ranges if memory_range.kind == "inputs"}
     spans = [starts[row.offset].start for row in engine.spans]
     pooled = {row.name: tensors[row.name].data_ptr() for row in engine.tensors if row.memory == "arena"}
     pools = [(piece.start, piece.size) for piece in mine.take.ranges if piece.kind == "pool"]

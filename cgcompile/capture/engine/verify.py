@@ -3,7 +3,7 @@
 This process replays the engine's own graphs.  Then a fresh process replays the graphs of the bundle over the same memory, which it
 opens at other addresses.  The memory must hold the same bits afterwards.  The contents of the engine's tensors are restored.
 
-Meanwhile only the graphs' private pools take their memory twice, so the engine's other tensors may fill the GPU.
+During the verification only the private pools of the graphs exist twice, so the engine's other tensors may fill the GPU.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Steps = Sequence[tuple[Callable[[], None], Callable[[], None]]]
 """For every graph, the function that writes its inputs, and its replay."""
 
 Changes = tuple[list[tuple[Place, int]], list[tuple[Place, str]]]
-"""For one graph, two lists.  (chunk that `prepare` writes before the replay, offset of its bytes in the file).  (chunk that the
-replay changes, SHA-256 of its bytes afterwards)."""
+"""For one graph: the chunks that `prepare` writes before the replay, with the offsets of their bytes in the file; and the chunks
+that the replay changes, with the SHA-256 of their bytes afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ def verify(
     returns: Mapping[Key, Collection[str]] | None = None,
 ) -> None:
     """Compares replays of the engine's graphs with a replay of the bundle in a fresh process.  `prepare` writes a graph's inputs.
-    `returns`: of the private pools, only these tensors are compared after a graph, because kernels may leave anything in the rest.
+    `returns`: of the private pools, only these tensors are compared after a graph; the rest may hold any bits.
 
     Raises proof-failed if the fresh process gets different bits, and replays-differ if two replays of the engine's own graphs do.
     Raises not-verifiable if no other process can open the engine's memory, or the GPU has no room for a second arena.
@@ -176,8 +176,8 @@ def _differing_bytes(
     place: int,
     contents: Path,
 ) -> str:
-    """Replays the engine's graphs up to the one that differs, and says how many bytes do.  Raises replays-differ if the engine's
-    own graph gives other bits this time."""
+    """Replays the engine's graphs up to the one that differs.  Returns a text with the number of different bytes.  Raises
+    replays-differ if the engine's graph leaves other bits than in its first replay."""
     starts = {region.name: region.address - region.at for region in (*regions, *(results[graph] if results else ()))}
     (name, at, size), digest = rows[graph][1][place]
     _run(steps[: graph + 1])

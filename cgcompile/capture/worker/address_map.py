@@ -18,7 +18,7 @@ Probe = Callable[[int], Pointee | None]
 
 class AddressMap:
     """The known ranges of one process; `readings` adds ranges that the driver reports.  `owned`: torch's segments, (start, bytes).
-    Their live blocks are ranges.  Another number in a segment is data, because no captured kernel may use freed memory."""
+    Their live blocks are ranges.  Any other number in a segment is data, because no captured kernel may use freed memory."""
 
     def __init__(self, ranges: Iterable[Range], owned: Iterable[tuple[int, int]], probe: Probe) -> None:
         self.ranges = list(ranges)
@@ -28,8 +28,8 @@ class AddressMap:
         self._order = sorted(range(len(self.ranges)), key=lambda i: self.ranges[i].start)
         self._starts = [self.ranges[i].start for i in self._order]
         self._ends: dict[int, list[int]] = {}
-        for i, piece in enumerate(self.ranges):
-            self._ends.setdefault(piece.start + piece.size, []).append(i)
+        for i, memory_range in enumerate(self.ranges):
+            self._ends.setdefault(memory_range.start + memory_range.size, []).append(i)
 
     def readings(self, address: int, key: IntKey | None) -> tuple[Reading, ...]:
         """Returns every place that `address` can mean in a graph of `key`, the most likely first; () if it is no live address.
@@ -38,9 +38,9 @@ class AddressMap:
             return ()
         inside = [Reading(range=i, offset=address - self.ranges[i].start) for i in self._inside(address)]
         ends = [Reading(range=i, offset=self.ranges[i].size) for i in self._ends.get(address, ())]
-        mine = tuple(t for t in [*inside, *ends] if self.ranges[t.range].key in (None, key))
-        if mine or inside or self._is_owned(address):  # not `ends`: a library's memory may begin where another key's pool ends
-            return mine
+        usable = tuple(t for t in [*inside, *ends] if self.ranges[t.range].key in (None, key))
+        if usable or inside or self._is_owned(address):  # not `ends`: a library's memory may begin where another key's pool ends
+            return usable
         if address not in self._probed:
             self._probed[address] = self._probe_driver(address)
         return self._probed[address]
@@ -84,7 +84,11 @@ class AddressMap:
         pointee = self._probe(address)
         if pointee is None:
             return ()
-        piece = Range(kind=pointee.kind, start=pointee.start, size=pointee.size)
-        if piece not in self.ranges:
-            self.ranges.append(piece)
-        return (Reading(range=self.ranges.index(piece), offset=address - piece.start if piece.kind == "device" else 0),)
+        memory_range = Range(kind=pointee.kind, start=pointee.start, size=pointee.size)
+        if memory_range not in self.ranges:
+            self.ranges.append(memory_range)
+        return (
+            Reading(
+                range=self.ranges.index(memory_range), offset=address - memory_range.start if memory_range.kind == "device" else 0
+            ),
+        )

@@ -3,10 +3,10 @@ in program order, into one private pool, so that torch's allocator plans their c
 
 Results need fixed addresses.  A branch's results are the tensors of its first body; the other bodies copy theirs into them.  A loop
 keeps its carried values in separate tensors, filled before the loop and written in place at the end of its body.  All iterations
-use the same memory, so the values that the body reads from outside stay alive until the loop is captured.
+use the same memory, so the values from outside that the body reads stay alive until the loop is captured.
 
 A capture runs no kernel, but the warm-up of the next part does, and may use results as indices.  So after each part its results get
-the values that eager PyTorch computes.  Integer arguments are 0 for bodies that the example does not run: they may guard a lookup.
+the values that eager PyTorch computes.  Integer arguments of bodies that the example does not run are 0: they may be indices.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _BlockCapture:
 
     def block(self, block: Block, values: Values, steps: list[Step], last: _BlockEnd, runs: bool) -> list[Any]:
         """Captures a block, appends its steps to `steps`, and returns its results.  `runs`: whether the example call runs it.
-        Deletes values that no later part needs from `values`, at the end all, so that later parts can use their memory."""
+        Deletes values that no later part needs, and all values at the end, so that later parts can use their memory."""
         values.update(held_tensors(block.module))
         needed = needed_after(block, [leaf for pair in last.copies for leaf in pair])
         for part, later in zip(block.parts, needed, strict=True):
@@ -116,20 +116,20 @@ class _BlockCapture:
             _fill(written, before)
 
         restore()
-        places = [place for place, result in enumerate(result_values) if isinstance(result, Tensor)]
+        positions = [position for position, result in enumerate(result_values) if isinstance(result, Tensor)]
         self.parts += 1
-        if places or written:
-            keep_outputs(module, places)
+        if positions or written:
+            keep_outputs(module, positions)
             call = self._call(module, operands, last)
             where = f"{self.where}, straight part {self.parts}"
             self.warm(call, where, restore)
             graph, results = self.keep(call, where)
             steps += [] if graph is None else [graph]
             shared = {_storage(tensor) for tensor in [*operands, *written] if isinstance(tensor, Tensor)}
-            for place, result in zip(places, results, strict=True):
+            for position, result in zip(positions, results, strict=True):
                 if _storage(result) not in shared:
-                    result.copy_(result_values[place])
-                result_values[place] = result
+                    result.copy_(result_values[position])
+                result_values[position] = result
         _fill(written, after)
         return result_values
 
@@ -159,17 +159,17 @@ class _BlockCapture:
         results: list[Any] = []
         example_results: list[Any] = []
         inner: list[Steps] = []
-        for place, (body, names) in enumerate(zip(bodies, operands, strict=True)):
-            body_runs, body_steps, arguments = runs and chosen == place, list[Step](), _operands(names, values)
+        for position, (body, names) in enumerate(zip(bodies, operands, strict=True)):
+            body_runs, body_steps, arguments = runs and chosen == position, list[Step](), _operands(names, values)
             inputs = dict(zip(body.inputs, arguments, strict=True))
             with self._harmless(arguments, body_runs):
-                if not place:
+                if not position:
                     results = self.block(body, inputs, body_steps, _BlockEnd(owned=True, changing=last.changing), body_runs)
                 else:
                     targets = {f"{part.name}.result.{number}": result for number, result in enumerate(results)}
                     ending = _BlockEnd(copies=tuple(zip(targets, body.outputs, strict=True)), changing=last.changing)
                     self.block(replace(body, outputs=()), {**targets, **inputs}, body_steps, ending, body_runs)
-            if chosen == place:
+            if chosen == position:
                 example_results = _clones(results)
             inner.append(tuple(body_steps))
         _fill(results, example_results)
@@ -193,17 +193,17 @@ class _BlockCapture:
         (condition,) = self.block(part.condition, bindings, steps, _BlockEnd(changing=last.changing), runs)
         number = self._set_condition(condition, steps)
         runs = runs and bool(condition)
-        *new, again = part.body.outputs
+        *new, continues = part.body.outputs
         pairs = [(place, value) for place, value in zip(part.body.inputs, new, strict=False) if place != value]
         iteration: list[Step] = []
         with self._harmless(arguments, runs, restored=carried):
             bindings = dict(zip(part.body.inputs, arguments, strict=True))
             changing = last.changing | {_storage(tensor) for tensor in carried}
-            body = replace(part.body, outputs=(again,))
+            body = replace(part.body, outputs=(continues,))
             (condition,) = self.block(body, bindings, iteration, _BlockEnd(copies=tuple(pairs), changing=changing), runs)
             self._set_condition(condition, iteration, number)
         if runs:
-            _fill(carried, _turns(part, carried, arguments[len(carried) :]))
+            _fill(carried, _final_values(part, carried, arguments[len(carried) :]))
         steps.append(Conditional(conditional=number, type="while", bodies=(tuple(iteration),)))
         values.update(zip(part.outputs, carried, strict=True))
 
@@ -217,8 +217,8 @@ class _BlockCapture:
 
     @contextmanager
     def _harmless(self, arguments: Sequence[Any], runs: bool, restored: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Sets integer arguments to 0 while a body that the example does not run is captured: its condition may guard them as
-        indices.  Afterwards restores them, and in any case the tensors `restored`."""
+        """Sets integer arguments to 0 while a body that the example does not run is captured: they may be indices that are valid
+        only if the condition holds.  Afterwards restores them, and always the tensors `restored`."""
         zeroed = [arg for arg in arguments if not runs and isinstance(arg, Tensor) and _may_index(arg) and not self.constant(arg)]
         saved = [*zeroed, *restored]
         before = _clones(saved)
@@ -228,12 +228,12 @@ class _BlockCapture:
         _fill(saved, before)
 
 
-def _turns(part: Loop, carried: Sequence[Tensor], operands: Sequence[Any]) -> list[Tensor]:
+def _final_values(part: Loop, carried: Sequence[Tensor], operands: Sequence[Any]) -> list[Tensor]:
     """Runs the rest of the loop in eager PyTorch from its current carried values, and returns the final ones."""
-    now: Sequence[Any] = [tensor.clone() for tensor in carried]
-    while bool(tree_leaves(part.condition.source(*now, *operands))[0]):
-        now = tree_leaves(part.body.source(*now, *operands))
-    return list(now)
+    current: Sequence[Any] = [tensor.clone() for tensor in carried]
+    while bool(tree_leaves(part.condition.source(*current, *operands))[0]):
+        current = tree_leaves(part.body.source(*current, *operands))
+    return list(current)
 
 
 def _operands(names: Sequence[Operand], values: Mapping[str, Any]) -> list[Any]:

@@ -5,8 +5,8 @@ without a handle, *inside* the driver call that loads it.  The driver API callba
 call returns, its arguments hold a handle of the new module, or of the kernel, function or library whose first use loaded it.
 A load in a call that is not in `HOLDERS` is an error, because kernel names do not identify an image.
 
-Subscribe before CUDA starts.  The callbacks only copy bytes and read integers; they never call CUDA.  They run Python, so they suit
-processes in which one thread alone uses CUDA: `image_log.py` says why.
+Subscribe before CUDA starts.  The callbacks only copy bytes and read integers; they never call CUDA.  They run Python, so use them
+only in processes in which a single thread uses CUDA; `image_log.py` explains why.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Load:
 
 
 class ImageLog:
-    """The images loaded since the log was created.  CUPTI allows one per process; `close()` ends the subscription."""
+    """The images loaded since the log was created.  CUPTI allows one log per process; `close()` ends its subscription."""
 
     def __init__(self) -> None:
         self._stacks = threading.local()
@@ -139,8 +139,8 @@ class ImageLog:
             module = _module_of(load)
             if module is None:  # a kernel or library that was unloaded: no node of a live graph can use it
                 continue
-            together = load.serial == previous
-            images[module] = (*images[module], load.image) if together else (load.image,)
+            same_call = load.serial == previous
+            images[module] = (*images[module], load.image) if same_call else (load.image,)
             previous = load.serial
         return images
 

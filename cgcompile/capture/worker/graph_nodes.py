@@ -47,8 +47,8 @@ REFUSED = {
 """Kinds of node that a bundle cannot hold, with the reason."""
 
 FUNCTION_ATTRIBUTES = {8: 0, 9: -1, 14: 0, 15: 0}
-"""CUfunction_attribute -> default, of: maximum dynamic shared memory, shared memory carve-out, non-portable cluster size allowed,
-cluster scheduling policy."""
+"""CUfunction_attribute -> its default value.  In order: maximum dynamic shared memory, shared memory carve-out, non-portable
+cluster size allowed, cluster scheduling policy."""
 
 ATTRIBUTES: dict[int, Callable[[Any], tuple[int, int, int]]] = {
     2: lambda v: (v.cooperative, 0, 0),

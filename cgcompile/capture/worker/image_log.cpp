@@ -1,8 +1,8 @@
-// Notes the kernel images that a process loads, and the driver calls that load them: a callback of CUPTI (cupti_callbacks.h, CUDA 12 and 13).
+// Records the kernel images that a process loads, and the driver calls that load them: a callback of CUPTI (cupti_callbacks.h, CUDA 12 and 13).
 //
-// Loads run no Python.  A callback runs inside a driver call, which may hold a lock of the driver.  If it waited for Python's lock, a
-// thread that holds Python's lock and waits for the driver's would never go on: torch's static launcher loads kernels with Python's lock
-// held.  Only `node_created` is Python.
+// The callback for a load runs no Python.  It runs inside a driver call, which may hold a lock of the driver.  If it waited for the GIL,
+// and the thread that holds the GIL waited for the driver's lock, both would wait forever.  torch's static launcher loads kernels while
+// it holds the GIL.  Only `node_created` is Python.
 
 #include <pthread.h>
 #include <stdint.h>
@@ -43,7 +43,7 @@ struct Log {
 };
 
 thread_local int depth = 0;            // driver calls of this thread that have not returned
-thread_local Load *pending = nullptr;  // images of calls that have not returned, the newest first
+thread_local Load *pending = nullptr;  // images that these calls have loaded, the newest first
 
 // Whether a call is `name`, or a variant of it: cuModuleLoadData_v2, cuLaunchKernel_ptsz.
 bool is_variant(const char *call, const char *name) {
@@ -65,7 +65,7 @@ void find_handle(const Log *log, Load *load, const char *params) {
     }
 }
 
-// Adds loads, linked from the newest to the oldest, in the order in which they happened.
+// Adds loads to the log in the order in which they happened.  `newest`: linked from the newest to the oldest.
 void publish(Log *log, Load *newest) {
     Load *oldest = nullptr;
     while (newest) {
@@ -81,7 +81,7 @@ void publish(Log *log, Load *newest) {
         load->serial = serial;
         last = load;
     }
-    // a reader takes no lock
+    // atomic, because readers take no lock
     __atomic_store_n(log->last ? &log->last->next : &log->first, oldest, __ATOMIC_RELEASE);
     log->last = last;
     pthread_mutex_unlock(&log->lock);
@@ -141,7 +141,7 @@ Log *new_log(const Holder *holders, int64_t count, void (*node_created)(void *))
 // The first load; the others follow by `next`.
 const Load *first_load(const Log *log) { return log->first; }
 
-// What CUPTI calls.
+// The callback of CUPTI.
 void on_event(Log *log, int domain, uint32_t number, const void *data) {
     if (domain == DRIVER_API) {
         const CallbackData *call = (const CallbackData *)data;

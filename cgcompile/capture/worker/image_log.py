@@ -1,8 +1,8 @@
-"""The kernel images that an engine loads.  CUPTI calls `image_log.cpp`, because a callback in Python can stop the process for good.
+"""The kernel images that an engine loads.  CUPTI calls `image_log.cpp`, because a callback in Python can cause a deadlock.
 
-A callback runs inside a driver call.  In Python it would wait there for the interpreter's lock, while another thread may hold that
-lock and wait for the driver's.  vLLM 0.24 stops so where torch loads several compiled parts of a model in threads.  One callback
-still calls Python: a node that a capture adds to a graph needs its line.  Do not load kernels in other threads during a capture.
+A callback runs inside a driver call.  In Python it would wait there for the GIL, while another thread may hold the GIL and wait for
+a lock of the driver.  vLLM 0.24 deadlocks where torch loads several compiled parts of a model in threads.  Only the callback for a
+node that a capture adds to a graph calls Python, to read its line.  So load no kernels in other threads during a capture.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class _Load(ctypes.Structure):
 
 
 class NativeEvents:
-    """The callback of CUPTI, and the events that it noted.  `line`: returns the running line of Python; it is called for every node
-    that is added to a graph.  Raises compiler-failed."""
+    """The CUPTI callback in C++, and the events that it recorded.  `line`: returns the running line of Python; it is called for
+    every node that is added to a graph.  Raises compiler-failed."""
 
     def __init__(self, line: Callable[[], str]) -> None:
         self.lines: dict[int, str] = {}
-        """By the handle of a graph's node."""
+        """Line of Python by the handle of a graph's node."""
         rows = [_Holder(name.encode(), at, indirect) for name, (_kind, at, indirect) in HOLDERS.items()]
         self._holders = (_Holder * len(rows))(*rows)
         self._node_created = NODE_CREATED(partial(self._note_line, line))
@@ -81,7 +81,7 @@ class NativeEvents:
 
 
 class EngineImageLog(ImageLog):
-    """`ImageLog`, for processes whose threads are not ours."""
+    """An `ImageLog` for processes in which several threads use CUDA."""
 
     def __init__(self, line: Callable[[], str]) -> None:
         self._loads, self._images = [], {}

@@ -52,9 +52,9 @@ SHIFTS = (1 << 20, 34 << 20, 200 << 20)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedProgram:
-    """The loaded programs.  `modules`: by key, using tensors in the buffers `weights` and `state` (weights that they write to).
-    `first`: initial values of state.  `digests`: digests of all weights.  `inputs`: the static inputs.  `split`: by key, programs
-    with host regions, on the GPU, instead of `modules`; empty without host regions.  `calls`: (example call, self-test call)."""
+    """The loaded programs.  `modules`: by key; their weights are tensors in the buffers `weights` and `state` (weights that they
+    write to).  `first`: initial values of state.  `digests`: digests of all weights.  `inputs`: the buffer of the static inputs.
+    `split`: by key, programs with host regions, on the GPU; they replace `modules`.  `calls`: (example call, self-test call)."""
 
     request: Request
     split: Mapping[IntKey, torch.export.ExportedProgram]
@@ -110,7 +110,7 @@ class Captured:
 
 def settle() -> None:
     """Collects garbage, and excludes all live objects from later collections.  Every part of a capture begins with a collection,
-    and with the objects of 2000 nodes each would take half a second (two cores)."""
+    which would take half a second with the objects of 2000 nodes (two cores)."""
     gc.collect()
     gc.freeze()
 

@@ -40,9 +40,9 @@ def find_module_state(modules: Mapping[str, int], cubins: Mapping[str, Cubin], a
             result = driver.cuModuleGetGlobal(driver.CUmodule(module), symbol.name.encode())
             if succeeded(result):
                 addresses_by_name[symbol.name] = int(result[1])
-                piece = allocation(int(result[1]))
-                if piece:
-                    starts[symbol.section] = (int(result[1]) - symbol.value, piece[0], piece[0] + piece[1])
+                block = allocation(int(result[1]))
+                if block:
+                    starts[symbol.section] = (int(result[1]) - symbol.value, block[0], block[0] + block[1])
         for symbol in variables:
             address = addresses_by_name.get(symbol.name)
             if address is None and symbol.section in starts:
@@ -54,7 +54,7 @@ def find_module_state(modules: Mapping[str, int], cubins: Mapping[str, Cubin], a
                 continue
             contents = read_device(address, len(symbol.initial))
             if contents == symbol.initial and (symbol.section != WRITABLE or symbol.name not in addresses_by_name):
-                continue  # unchanged; if it is writable, another variable of its section is in the result
+                continue  # unchanged; the result has another variable of a writable section
             if symbol.name not in addresses_by_name:
                 raise BuildError(
                     "module-state-unreadable",

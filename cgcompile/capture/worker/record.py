@@ -111,7 +111,7 @@ def _memory(loaded: LoadedProgram, captured: Sequence[Captured]) -> tuple[list[R
         Range(kind="inputs", start=loaded.inputs.data_ptr(), size=loaded.inputs.numel()),
         Range(kind="state", start=loaded.state.data_ptr(), size=loaded.state.numel()),
     ]
-    buffer_starts = {piece.start for piece in ranges}
+    buffer_starts = {memory_range.start for memory_range in ranges}
     segments = torch.cuda.memory_snapshot()
     for segment in segments:
         key = keys.get(tuple(segment["segment_pool_id"]))

@@ -82,7 +82,7 @@ def warm_up_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> None:
 def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Captured, ...]:
     """Captures the graph regions of a key, in order, and resets state.  Raises lowering-failed, not-capturable."""
     opened = open_regions(loaded, key)
-    last_use = {name: place for place, region in enumerate(opened.regions) for name in region.planned.inputs}
+    last_use = {name: position for position, region in enumerate(opened.regions) for name in region.planned.inputs}
     values: Values = {}
     captured: list[Captured] = []
 
@@ -107,7 +107,7 @@ def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Cap
         return graph_outputs
 
     def forget(done: int) -> None:
-        for name in [name for name, place in last_use.items() if place == done and name not in opened.partition.outputs]:
+        for name in [name for name, position in last_use.items() if position == done and name not in opened.partition.outputs]:
             values.pop(name, None)
 
     _run_all(opened, capture, values, forget)
@@ -160,7 +160,7 @@ def _run_all(
     values = {} if values is None else values
     values.update(zip(opened.partition.inputs, opened.static, strict=True))
     values.update({name: opened.state[name] for name in opened.partition.state})
-    for place, region in enumerate(opened.regions):
+    for position, region in enumerate(opened.regions):
         region_inputs = [values[name] for name in region.planned.inputs]
         if region.planned.kind == "graph":
             values.update(zip(region.planned.outputs, run_graph(region, region_inputs), strict=True))
@@ -175,7 +175,7 @@ def _run_all(
                     opened.uploads[name].copy_(tensor)
                 values[name] = opened.uploads.get(name, tensor)
         del region_inputs
-        forget(place)
+        forget(position)
     return values
 
 

@@ -28,7 +28,7 @@ def with_bounded_outputs(exported: Exported) -> Exported:
     """Returns the export with bounds for outputs of data-dependent size.  Its `flat` pads these outputs from then on.
 
     Returns the export unchanged if there is no such output.  Sets `unbounded` to the reason if `with_bounds` does not support the
-    program, or if the results differ from eager PyTorch's.  The check data-dependent-shape then refuses it.
+    program, or if the results differ from eager PyTorch's.  The check data-dependent-shape then refuses the model.
     """
     if any(obstacle.rule == "data-dependent-branch" for obstacle in exported.obstacles):
         return exported

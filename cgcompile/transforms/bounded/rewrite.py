@@ -3,7 +3,7 @@
 Such an output gets the largest possible size (nonzero of n elements gives at most n rows).  It is padded with zeros, and its true
 size becomes one more output.  The operations that lead to it run at that size in the same graph, so the host does not have to wait.
 
-Other values keep their operations: a sum over selected rows runs on the host, as in a program without such outputs.
+The operations of other values do not change: a sum over selected rows runs on the host, as in a program without such outputs.
 
 Private interface (torch 2.11, 2.13): `torch.fx.traceback.set_current_meta`.
 """
@@ -37,9 +37,10 @@ class Bounded:
 
 
 def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
-    """Returns None if no output has a data-dependent size.  Weights are shared, not copied.  `told_gpu`: as in Interpreter.
+    """Returns the program with bounds, or None if no output has a data-dependent size.  Weights are shared, not copied.
+    `told_gpu`: as in Interpreter.
 
-    Raises Unsupported if a size depends on an operation that is not known to keep rows separate.
+    Raises Unsupported if the program writes to a tensor, or if a size depends on an operation that may mix rows.
     """
     root = copied_graph(program)
     output = root.graph.output_node()
@@ -74,8 +75,8 @@ def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
 
 
 def _check_writes(nodes: Sequence[Node], region: Sequence[Node]) -> None:
-    """Raises Unsupported for a write between the first and the last of these nodes, because the nodes are moved after the last one.
-    Also raises it for a write to one of them, or to a value that depends on them."""
+    """Raises Unsupported for a write between the first and the last node of `region`, because the padded operations follow the last
+    one.  Also raises it for a write to a node of `region`, or to a value that depends on one."""
     between = set(nodes[nodes.index(region[0]) : nodes.index(region[-1]) + 1])
     reached = set(region)
     for node in nodes:
@@ -92,24 +93,24 @@ def _inserted(
 ) -> tuple[dict[Node, Node], list[Node], dict[Node, dict[int, int]], Counts]:
     """Adds the padded operations after the last node of `region`.
 
-    Returns the replacement of each of `outputs`; the nodes of the counts; the number of a count by output and axis; the counts."""
+    Returns the replacement of each of `outputs`; the nodes of the counts; by output and axis, the number of its count; `Counts`."""
     inputs = taken_by(region)
     sizes = list(dict.fromkeys([expr for node in outputs for expr in node_axes(node).values()]))
     known_counts = Counts()
     numbers: dict[Any, int] = {}  # number of the count by size; several sizes can share a count
 
     def padded(*values: Any) -> tuple[list[Tensor], list[Tensor]]:
-        run = Interpreter(dict(zip(inputs, values, strict=True)), known_counts, told_gpu=told_gpu)
+        interpreter = Interpreter(dict(zip(inputs, values, strict=True)), known_counts, told_gpu=told_gpu)
         for node in region:
             with set_current_meta(node), placed(node):
-                run.run(node)
+                interpreter.run(node)
         with set_current_meta(outputs[-1]):
             counts: list[Tensor] = []
             for expr in sizes:
                 number = next((at for at, count in enumerate(counts) if count is known_counts.of(expr)), len(counts))
                 counts += [known_counts.of(expr)] if number == len(counts) else []
                 numbers[expr] = number
-            return [run.masked(node).clone() for node in outputs], [count.clone() for count in counts]
+            return [interpreter.masked(node).clone() for node in outputs], [count.clone() for count in counts]
 
     copies, nodes = _copied(root, traced(padded, inputs), inputs, region[-1])
     axes = {node: {axis: numbers[expr] for axis, expr in node_axes(node).items()} for node in outputs}
@@ -136,23 +137,23 @@ def _copied(root: GraphModule, module: GraphModule, inputs: Sequence[Node], last
 
 
 def _drop(root: GraphModule, region: Sequence[Node], counts: Counts) -> None:
-    """Removes the nodes that nothing else needs, and assertions of the export about their sizes that always hold.
+    """Removes the nodes of `region` that no other node needs, and the export's assertions about their sizes that always hold.
 
     For a size that an operator of another library returns, torch 2.11 asserts that it is 2 or more (`create_unbacked_symint`)."""
     unused = {node: None for node in region}
     others = [node for node in region if getattr(node.target, "namespace", "aten") != "aten"]
     foreign = {expr for node in others for expr in node_axes(node).values()}
     for node in root.graph.nodes:
-        if node not in unused and any(source in unused for source in node.all_input_nodes) and _says_nothing(node, counts, foreign):
+        if node not in unused and any(source in unused for source in node.all_input_nodes) and _is_redundant(node, counts, foreign):
             unused[node] = None
     for node in reversed([node for node in root.graph.nodes if node in unused]):
         if not node.users:
             root.graph.erase_node(node)
 
 
-def _says_nothing(node: Node, counts: Counts, foreign: Set[Any]) -> bool:
-    """Whether a node asserts a property of a size that always holds, or leads to such an assertion.  `foreign`: sizes that may also
-    be asserted to be 2 or more."""
+def _is_redundant(node: Node, counts: Counts, foreign: Set[Any]) -> bool:
+    """Whether a node asserts a property of a size that always holds, or computes the condition of such an assertion.  `foreign`:
+    sizes of operators of other libraries, for which an assertion that they are 2 or more also counts."""
     aten = torch.ops.aten
     if node.target in (aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default, aten.sym_size.int):
         return True

@@ -1,5 +1,5 @@
-"""Attention of one row in one kernel: the product with the keys, the softmax, and the product with the values.  Before them the
-kernel stores the row's own key and value into caches.
+"""Attention of one row in one kernel: the product with the keys, the softmax, and the product with the values.  Before that, the
+kernel stores the row's key and value in the caches.
 
 Inductor generates three or four kernels for it.  Each takes 2 to 3 us on an H100, however little it does (torch 2.11).
 
@@ -18,7 +18,7 @@ from .attention_text import MOST, AttentionText, attention_text
 from .products import SUM, Product, call, one_product, shape_of
 
 LARGE = 1 << 12
-"""The most elements of a head's keys for four warps.  Kernels for more use eight."""
+"""The most elements of a head's keys for which a kernel uses four warps.  For more elements, it uses eight."""
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

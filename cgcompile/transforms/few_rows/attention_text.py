@@ -36,7 +36,7 @@ class UnknownOperation(Exception):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionText:
     """A kernel `attention`.  Its parameters are pointers: `arguments` in order, and `out_ptr` for rows of `outcome`'s dtype.  It
-    also writes to the arguments that `writes` names.  `programs`: the grid."""
+    also writes to the arguments named in `writes`.  `programs`: the size of the grid."""
 
     source: str
     programs: int
@@ -58,8 +58,8 @@ def attention_text(mixed: Product, *, ahead: bool) -> AttentionText | None:
 @dataclass(slots=True)
 class _Writer:
     """Collects the lines of a kernel.  All `reads` come before the computation.  Each name is assigned once, so that reads can be
-    moved up (offline/compile/programmatic_launch.py).  `names`: of computed values.  `reduces`: whether all positions are
-    reduced."""
+    moved up (offline/compile/programmatic_launch.py).  `names`: node -> name of its value.  `reduces`: whether a line reduces a row
+    of all positions."""
 
     mixed: Product
     reads: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class _Writer:
 
     def written(self, ahead: Sequence[Ahead]) -> AttentionText:
         mixed, length = self.mixed, self.mixed.length
-        if length == mixed.rows:  # a vector over heads would look like one over positions
+        if length == mixed.rows:  # vectors over heads and over positions would have the same shape
             raise UnknownOperation
         weights = self.vector(mixed.row)
         if (
@@ -80,7 +80,7 @@ class _Writer:
             or not self.reduces
             or any(_depends(argument, self.scores.total) for argument in self.arguments.values())
         ):
-            raise UnknownOperation  # not attention, and one program could not read the operands of two such products
+            raise UnknownOperation  # not attention, or an argument is computed from the scores
         self.lines.append(f"weights = tl.where(p < {length}, {weights}, 0.0)")
         self.matrix("v", mixed, (-2, -1), mixed.columns)
         users = list(mixed.total.users)
@@ -234,8 +234,8 @@ class _Writer:
         return "tl.sum(q.to(tl.float32)[None, :] * k, 1)"
 
     def matrix(self, name: str, product: Product, axes: tuple[int, int], width: int) -> None:
-        """Adds lines that read a matrix (positions, `width`) along these `axes` of the product's, and that store new values in
-        it."""
+        """Adds lines that read a matrix (positions, `width`), and store new values in it.  `axes`: its axes in the product's
+        matrix."""
         place, length, column = _placed(product.matrix), self.mixed.length, f"{name}_column"
         write = write_into(place)
         memory = place if write is None else on(place, write.cache)

@@ -24,7 +24,7 @@ class Write:
 
 
 def write_into(place: Place) -> Write | None:
-    """Returns the write of one position into a cache, if only the reader of `place` reads the result, else None."""
+    """Returns the write of one position into a cache.  Returns None for other writes, or if the result has several readers."""
     put = place.base
     if put.target is not aten.index_put.default or len(put.args) > 3 or put.kwargs:
         return None

@@ -19,24 +19,24 @@ SMALL = 1 << 20
 
 
 def read_in_order(a: Tensor, b: Tensor) -> bool:
-    """Whether a product of one row or one column is faster as a sum: if its elements are adjacent in memory, or the matrix is
-    small.  It reads its matrix once, so a sum is as fast as a tensor core, and is fused with operations around it.
+    """Whether a product of one row or one column is faster as a sum: if the matrix is contiguous along the summed axis, or small.
+    The matrix is read once, so a sum is as fast as a tensor core, and can be fused with operations around it.
 
-    Microseconds of a row times a weight of nn.Linear, bfloat16, by cuBLAS and as a sum on an H100 (torch 2.11): 768 to 2304 4.6 and
-    1.5; 3072 to 768 7.4 and 2.3; 768 to 50257 32.7 and 24.9; 4096 to 4096 16.4 and 15.6; 4096 to 128256 370 and 336."""
+    Microseconds of a row times a weight of nn.Linear, bfloat16, by cuBLAS and as a sum on an H100 (torch 2.11): 768 to 2304: 4.6,
+    1.5; 3072 to 768: 7.4, 2.3; 768 to 50257: 32.7, 24.9; 4096 to 4096: 16.4, 15.6; 4096 to 128256: 370, 336."""
     matrix, inner = (b, b.stride(-2)) if a.shape[-2] == 1 else (a, a.stride(-1))
     return inner == 1 or matrix.numel() * matrix.element_size() <= SMALL
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Computes (..., m, k) by (..., k, n), both with the same leading axes, as a sum, for vectors and for dtypes outside PRODUCTS.
+    """Computes (..., m, k) times (..., k, n), with equal leading axes, as a sum: for vectors, and for dtypes outside PRODUCTS.
     Else returns NotImplemented.  Sums of half precision are float32."""
     total = _summed(a, b)
     return NotImplemented if total is None else total.to(a.dtype)
 
 
 def added_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """Computes beta * added + alpha * (a by b), as a sum in the cases of `product`."""
+    """Computes beta * added + alpha * (a times b), as a sum in the cases of `product`.  Else returns NotImplemented."""
     total = _summed(a, b)
     if total is None:
         return NotImplemented
@@ -54,8 +54,8 @@ def _summed(a: Tensor, b: Tensor) -> Tensor | None:
 
 
 def _computed_once(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Stores the row or the column of a product in memory, as for a library.  Otherwise Inductor computes it again for every
-    element of the result: a GELU of 3072 elements, for 768 results, took 3.7 us of 6 on an H100 (torch 2.11)."""
+    """Makes Inductor store the row or the column of a product in memory.  Otherwise it is computed again for every element of the
+    result: a GELU of 3072 elements, for 768 results, took 3.7 us of 6 on an H100 (torch 2.11)."""
     if a.dim() != 2:
         return a, b
     return (kept(a, a.stride()), b) if a.shape[0] == 1 else (a, kept(b, b.stride())) if b.shape[1] == 1 else (a, b)
@@ -74,16 +74,16 @@ LONG, PART, ROWS = 8192, 1024, 64
 
 
 def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Computes argmax along a long last axis by parts: the position of the first NaN, or of the first of equal maxima.  Inductor
-    splits sums and maxima this way, but gives a row to one block here (torch 2.11 and 2.13).  50257 elements took 13.8 us on an
-    H100."""
+    """Computes argmax along a long last axis in parts: the position of the first NaN, or of the first of equal maxima.  Otherwise
+    returns NotImplemented.  Inductor splits sums and maxima this way, but computes the argmax of a row in one block (torch 2.11 and
+    2.13).  50257 elements took 13.8 us on an H100."""
     length = x.shape[-1] if x.dim() else 1
     last = dim in (-1, x.dim() - 1) or (dim is None and x.dim() == 1)
     if not (x.dtype.is_floating_point and last and length >= LONG and 0 < x.numel() < ROWS * length):
         return NotImplemented
     count = -(-length // PART)
     step = length // count
-    parts = x.unfold(-1, length - (count - 1) * step, step)  # parts may overlap, because padding would take a kernel
+    parts = x.unfold(-1, length - (count - 1) * step, step)  # parts may overlap, because padding would need another kernel
     part = parts.amax(-1).argmax(-1, keepdim=True)
     indices = parts.argmax(-1).gather(-1, part) + step * part
     return indices if keepdim else indices.squeeze(-1)

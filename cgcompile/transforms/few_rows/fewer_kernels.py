@@ -18,11 +18,12 @@ from torch.fx import Graph
 from . import attention, repeated_reductions, row_blocks
 
 JOINING = 8
-"""Two kernels are fused if they both read at least this many bytes: an index.  Inductor's default is 10."""
+"""Two kernels are fused if they read at least this many bytes in common: one index is enough.  Inductor's default is 10."""
 
 
 def fewer_kernels(*, ahead: bool) -> dict[str, Any]:
-    """Returns the options.  `ahead`: attention prefetches the next weights into the L2 cache, where kernels do not start early."""
+    """Returns the options.  `ahead`: attention prefetches the next weights into the L2 cache.  Set it if kernels do not start
+    before the previous one ends (no programmatic dependent launch)."""
     return {"post_grad_custom_post_pass": FewerKernels(ahead), "score_fusion_memory_threshold": JOINING}
 
 

@@ -20,7 +20,7 @@ VIEWS = {
     aten.split.Tensor, aten.split_with_sizes.default, aten.squeeze.dim, aten.unbind.int, aten.unsqueeze.default,
     aten.view.default,
 }  # fmt: skip
-"""Operations whose result has elements of their operand.  To read the result, no copy is needed."""
+"""Operations whose result consists of elements of their operand, which can be read instead of the result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +36,8 @@ class Place:
 
 
 def place_of(node: Node) -> Place | None:
-    """Returns the place of a value, looking through views and conversions to float32, or None if strides cannot describe it.  The
-    place may have more axes before the last two: heads that share a key are expanded in an axis of their own."""
+    """Returns the place of a value in the operand of its views and conversions to float32.  Returns None if strides cannot describe
+    it.  The place may have more axes than the value before the last two: heads that share a key are expanded in a separate axis."""
     chain: list[Node] = []
     base = node
     while _keeps_elements(base):
@@ -80,12 +80,12 @@ def _keeps_elements(node: Node) -> bool:
 
 
 def _view(node: Node, base: Any) -> Any:
-    """Returns the node's value as a view of `base`, or None if it is none.  `base` may have more axes before its last two."""
+    """Returns the node's value as a view of `base`, or None if it is not a view.  `base` may have more axes before its last two."""
     before, after = node.args[0].meta["val"], node.meta["val"]
     if node.target is aten.clone.default:
         return base
     if isinstance(after, Tensor) and after.dim() > 1 < before.dim() and after.numel() == before.numel():
-        if _leads_alone(node, before.shape, after.shape):
+        if _changes_leading_axes(node, before.shape, after.shape):
             if tuple(base.shape) != tuple(before.shape):
                 return base
             view = _applied(node, base)
@@ -106,7 +106,7 @@ def _applied(node: Node, tensor: Tensor) -> Any:
     return target(tensor, *node.args[1:], **node.kwargs)
 
 
-def _leads_alone(node: Node, before: Sequence[int], after: Sequence[int]) -> bool:
+def _changes_leading_axes(node: Node, before: Sequence[int], after: Sequence[int]) -> bool:
     """Whether a node changes only axes before the last two, and keeps the order of all elements."""
     reshapes = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
     return node.target in reshapes and tuple(before[-2:]) == tuple(after[-2:])

@@ -1,8 +1,8 @@
-"""Repeats norms and softmaxes before a product of one row for every column of the product.
+"""Repeats norms and softmaxes before a product of one row, so that the product's kernel computes them for every column.
 
-A product of one row is a sum for every column (decompositions.py).  Computing a short row costs less than a kernel: one kernel less
-in a chain saves 2.9 us on an H100 (torch 2.11), and the repeated work takes 0.75.  Inductor only fuses reductions of equal shapes,
-so the row is expanded to one per column.  The expanded row is never stored.
+A product of one row is a sum for every column (decompositions.py).  Computing a short row again costs less than a kernel: one
+kernel less in a chain saves 2.9 us on an H100 (torch 2.11), and the repeated work takes 0.75.  Inductor only fuses reductions of
+equal shapes, so the row is expanded to one row for each column.  The expanded rows are never stored.
 
 Private interfaces (torch 2.11, 2.13): the operators of `torch._inductor.inductor_prims`.
 """
@@ -72,8 +72,8 @@ def _source(product: Product) -> Node:
 
 
 def _cone(products: Sequence[Product]) -> set[Node]:
-    """Returns the nodes that only compute the row of the products: elementwise operations, reductions of rows, and views.  The
-    other factor is not part of it, though it may be computed from the same row (attention of a single token)."""
+    """Returns the nodes that compute nothing but the row of the products: elementwise operations, reductions of rows, and views.
+    The other factor is excluded, although it may be computed from the same row (attention of a single token)."""
     cone, factors = {product.total.args[0] for product in products}, {product.matrix for product in products}
     waiting = [product.row for product in products]
     while waiting:
@@ -101,7 +101,7 @@ def _allowed(node: Node, product: Product) -> bool:
 
 
 def _kind(node: Node, product: Product) -> str:
-    """Classifies a value: a "row" for each row of the product, a "statistic" of each, "shared" by all, one "element", or ""."""
+    """Classifies a value: a "row" for each row of the product, a "statistic" of each row, "shared" by all, one "element", or ""."""
     shape = shape_of(node)
     if len(shape) > 1 and shape[-1] == product.length and math.prod(shape) == product.rows * product.length:
         return "row"

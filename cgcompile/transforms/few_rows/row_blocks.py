@@ -24,11 +24,11 @@ SHORTEST, LONGEST = 256, 16384
 """The least and the most elements of a row for which blocks are chosen.  A longer row does not fit the registers of one program."""
 
 MOST, ELEMENTS = 4, 4096
-"""The most columns of a program, and the most elements."""
+"""The most columns of a program, and the most elements that several columns of a program have together."""
 
 NORMED = 2, 1
-"""The most columns, and the warps, of a program that first computes the row by reductions.  One warp does this for all its columns,
-without waiting for others."""
+"""The most columns, and the warps, of a program that first computes the row by reductions.  A single warp does not wait for other
+warps."""
 
 PROGRAMS = 384
 """The number of programs that keeps an H100 busy."""
@@ -44,7 +44,7 @@ def mark(graph: Graph) -> None:
 
 
 class RowBlocks(InductorChoices):
-    """Inductor's choices of kernel arguments, overridden for these kernels."""
+    """Inductor's choices of kernel arguments, overridden for kernels of products that `mark` marked."""
 
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of Inductor's class for a kernel."""

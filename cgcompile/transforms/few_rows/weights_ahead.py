@@ -12,10 +12,10 @@ from .places import place_of
 from .products import SUM, one_product
 
 BYTES = 8 << 20
-"""The most bytes of weights: about what the memory delivers while a kernel of few programs runs."""
+"""The most bytes to prefetch: about what the memory delivers while a kernel of few programs runs."""
 
 CHUNK, PROGRAMS = 8192, 64
-"""Bytes of one prefetch, and programs that prefetch."""
+"""Bytes of one prefetch, and the number of programs that prefetch."""
 
 ASK = (
     "{{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
@@ -60,8 +60,8 @@ def weights_ahead(node: Node) -> tuple[Ahead, ...]:
 
 
 def lines_of(names: Sequence[str], weights: Sequence[Ahead], dtype: str) -> list[str]:
-    """Returns lines for the programs, which `part` numbers from 0.  They have a store, which never runs, so that the compiler keeps
-    them."""
+    """Returns lines for the programs that prefetch; `part` is a program's number, from 0.  A store, which never runs, keeps the
+    compiler from removing them."""
     lines = []
     text = ASK.format(bytes=CHUNK)
     for name, weight in zip(names, weights, strict=True):

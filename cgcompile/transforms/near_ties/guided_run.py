@@ -1,4 +1,4 @@
-"""Runs eager PyTorch, and can prescribe which of nearly equal elements it selects."""
+"""Runs eager PyTorch, and can prescribe which of several nearly equal elements an operator selects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Wanted = Mapping[int, Tensor]
 class RunSelection:
     """A selection of a run.  `first`: the number of its first index among all indices of the run.  `ranks`: indices per row.
     `chosen`: the indices that the run used, flat.  `expected`: those of eager PyTorch.  `alternatives`, if explored: other indices
-    that are as good, (distance, place, index).  `ties`, if requested: which of the expected indices have any, flat."""
+    that are as good (selections.py): (distance, position in `chosen`, index).  `ties`, if requested: for each expected index, flat,
+    whether it has alternatives."""
 
     first: int
     ranks: int
@@ -35,10 +36,10 @@ class RunSelection:
 
 
 class GuidedRun(TorchDispatchMode):
-    """A dispatch mode that runs operators in eager PyTorch, and takes the `wanted` indices of selections where these are as good.
+    """A dispatch mode that runs operators in eager PyTorch, and uses the `wanted` indices of selections that are as good.
 
-    `floor`: the smallest bound of computed floats.  `explore`: whether to collect alternatives.  `ties`: whether to find out if
-    there are any.  The mode runs the bodies of branches and loops itself, so that it sees their operators.
+    `floor`: the smallest bound of computed floats.  `explore`: whether to collect alternatives.  `ties`: whether to check if there
+    are any.  The mode runs the bodies of branches and loops itself, so that it sees their operators.
 
     `selections`: the selections, and the comparisons of floats.  `filters`: the numbers of comparisons because of which a wanted
     index was not as good.
@@ -60,10 +61,10 @@ class GuidedRun(TorchDispatchMode):
         if isinstance(func, torch._ops.HigherOrderOperator):
             run = _BODIES.get(func.name())
             if run is None:
-                return func(*args, **kwargs)  # the operators inside are not seen
+                return func(*args, **kwargs)  # this mode does not see the operators inside
             with self:
                 return run(*args, **kwargs)
-        if func not in COMPARISONS and func._can_decompose():  # a composite operator: only its parts are known here
+        if func not in COMPARISONS and func._can_decompose():  # a composite operator: there are rules only for its parts
             with self:
                 decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
@@ -107,8 +108,8 @@ class GuidedRun(TorchDispatchMode):
         return result
 
     def _explain(self, selection: Selection, operand: Tensor, wanted: Tensor, chosen: Tensor) -> None:
-        """Records comparisons because of which a wanted index was not as good.  If the wanted element has the least or the largest
-        float of its row, that is the comparison that excluded it.  Else it is the one that kept the chosen element."""
+        """Adds to `filters` the comparisons because of which a wanted index was not as good.  If the wanted element is the smallest
+        or largest of its row, a comparison excluded it.  Else a comparison kept the chosen element."""
         origins = self.origins.of(operand)
         refused = (wanted != NONE) & (chosen != wanted)
         comparisons, values = (None, None) if origins is None else (selection.rows(origins[2]), selection.rows(operand))
@@ -117,8 +118,8 @@ class GuidedRun(TorchDispatchMode):
         inside = wanted.clamp(0, comparisons.shape[1] - 1)
         least, largest = values.aminmax(dim=1, keepdim=True)
         wanted_values = values.gather(1, inside)
-        left_out = (wanted_values == least) | (wanted_values == largest)
-        numbers = comparisons.gather(1, torch.where(left_out, inside, chosen))[refused]
+        excluded = (wanted_values == least) | (wanted_values == largest)
+        numbers = comparisons.gather(1, torch.where(excluded, inside, chosen))[refused]
         self.filters |= {number for number in numbers.tolist() if number >= 0}
 
     def _counted(self, func: Any, args: Any, result: Any) -> Selection | None:
@@ -149,7 +150,7 @@ _BODIES: dict[str, Callable[..., Any]] = {"cond": _branch, "while_loop": _loop}
 
 
 def asked(selections: Sequence[RunSelection], numbers: Tensor, indices: Tensor) -> dict[int, Tensor]:
-    """Returns by selection the `indices` to take in place of the selected ones with these `numbers`, and NONE for all others."""
+    """Returns by selection the indices to request: `indices` for the selected indices with these `numbers`, else NONE."""
     by_number: dict[int, Tensor] = {}
     for number, mask in _by_selection(selections, numbers):
         wanted = torch.full((selections[number].chosen.numel(),), NONE, dtype=torch.int64)
@@ -159,7 +160,7 @@ def asked(selections: Sequence[RunSelection], numbers: Tensor, indices: Tensor) 
 
 
 def selected(selections: Sequence[RunSelection], numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the indices with these numbers, int64: those that the run used, and eager PyTorch's."""
+    """Returns the indices with these numbers, int64: those that the run used, and those of eager PyTorch."""
     both = torch.empty(2, len(numbers), dtype=torch.int64)
     for number, mask in _by_selection(selections, numbers):
         places = numbers[mask] - selections[number].first

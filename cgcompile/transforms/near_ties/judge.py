@@ -1,9 +1,9 @@
-"""Checks whether the results of a compiled program are those of eager PyTorch for choices that are as good as its own.
+"""Checks whether the results of a compiled program equal those of eager PyTorch, except for choices of nearly equal elements.
 
-Eager PyTorch runs the program once more.  Every selected index that reaches a compared tensor is read from the results of the
-compiled program.  Eager PyTorch takes it if the float at this index is within tolerance.  Everything else is then compared with
-this run.  A choice that reaches no compared tensor as an index is searched for, in up to TRIES runs.  Each run selects one more
-nearly equal element.
+Every selected index that reaches a compared tensor is read from the results of the compiled program.  Eager PyTorch runs the
+program again, and uses such an index if the float at it is within tolerance.  All other results are then compared with this run.  A
+choice that reaches no compared tensor as an index is searched for, in up to TRIES runs.  Each run selects one more nearly equal
+element.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..error_bounds import ErrorBound
 from .guided_run import GuidedRun, RunSelection, Wanted, asked, selected
 
 PASSES = 8
-"""The most runs in which choices are read.  Later choices may appear or move only after earlier ones are made."""
+"""The most runs in which choices are read.  Later choices may change when earlier ones are made."""
 
 TRIES = 32
 
@@ -34,8 +34,8 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The comparison, tensor by tensor.  `expected`: the results of eager PyTorch for the same choices.  `indices`: per tensor, how
-    many elements are selected indices, and how many of these eager PyTorch selects differently by itself."""
+    """The comparison, tensor by tensor.  `expected`: the results of eager PyTorch with the same choices.  `indices`: per tensor,
+    how many elements are selected indices, and how many of these differ from eager PyTorch's own choices."""
 
     differences: tuple[Difference, ...]
     expected: tuple[Tensor, ...]
@@ -47,7 +47,7 @@ Run = Callable[[], Seen]
 
 
 def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0) -> Verdict | None:
-    """Compares `got` with eager PyTorch that makes the same choices where they are as good as its own.  Returns None if the
+    """Compares `got` with eager PyTorch that makes the same choices, if they are as good as its own.  Returns None if the
     difference exceeds `bounds`, or if nothing was selected.  `floor`: the smallest bound of floats that are selected from."""
     wanted: Wanted = {}
     inverted: dict[int, Tensor] = {}
@@ -71,8 +71,8 @@ def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
 
 
 def near_ties(run: Run, floor: float = 0.0) -> tuple[float, ...]:
-    """Returns per compared tensor the share of elements that are selected indices with an alternative that is as good.  On another
-    processor, rounding may select that one.  `floor`: as in `judged`."""
+    """Returns per compared tensor the share of elements that are selected indices with an alternative that is as good.  Rounding on
+    another processor may select the alternative.  `floor`: as in `judged`."""
     guided = GuidedRun({}, floor, ties=True)
     with torch.no_grad(), guided:
         tensors = run().compared
@@ -82,8 +82,8 @@ def near_ties(run: Run, floor: float = 0.0) -> tuple[float, ...]:
 def judged_beside(
     run: Run, expected: Sequence[Tensor], got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
 ) -> Verdict | None:
-    """Runs `judged` on the exported program, where `expected` are results of the user's model.  These must agree with `run` as
-    well."""
+    """Runs `judged` on the exported program.  `expected`: results of the user's model.  Also returns None if these do not agree
+    with `run`."""
     last = got.compared[: len(got.calls[-1])]
     model = Seen(calls=(tuple(expected[: len(last)]),), compared=tuple(expected))
     return judged(run, got, bounds, floor) if judged(run, model, bounds, floor) else None
@@ -107,27 +107,27 @@ def _trial(run: Run, got: Seen, wanted: Wanted, floor: float, explore: bool = Fa
 
 
 def _read(trial: _Trial, got: Seen) -> dict[int, Tensor]:
-    """Returns the choices of the compiled program, as far as they reach its results, or {} if this run made the same."""
-    ours = [tensor for call in trial.eager.calls[-len(got.calls) :] for tensor in call] + list(trial.eager.compared)
-    theirs = [tensor for call in got.calls for tensor in call] + list(got.compared)
+    """Returns the choices of the compiled program that reach its results, or {} if this run made the same choices."""
+    eager_tensors = [tensor for call in trial.eager.calls[-len(got.calls) :] for tensor in call] + list(trial.eager.compared)
+    compiled_tensors = [tensor for call in got.calls for tensor in call] + list(got.compared)
     selections = trial.guided.selections
     equal: list[tuple[Tensor, Tensor]] = []
     different: list[tuple[Tensor, Tensor]] = []
-    for eager_tensor, compiled_tensor in zip(ours, theirs, strict=True):
+    for eager_tensor, compiled_tensor in zip(eager_tensors, compiled_tensors, strict=True):
         origins = trial.guided.origins.of(eager_tensor)
         if origins is None or eager_tensor.shape != compiled_tensor.shape:
             continue
         numbers, scales, _ = origins.reshape(3, -1).cpu()
         is_index = numbers >= 0
         numbers, scales = numbers[is_index], scales[is_index]
-        offsets = (_whole(compiled_tensor) - _whole(eager_tensor))[is_index]
+        offsets = (_as_integers(compiled_tensor) - _as_integers(eager_tensor))[is_index]
         fits = offsets % scales == 0
         numbers, offsets = numbers[fits], (offsets // scales)[fits]
         for rows, matching in ((equal, offsets == 0), (different, offsets != 0)):
             rows.append((numbers[matching], selected(selections, numbers[matching])[0] + offsets[matching]))
     if not any(len(numbers) for numbers, _ in different):
         return {}
-    rows = [*equal, *different]  # if an index occurs in two places, the one that differs from this run wins
+    rows = [*equal, *different]  # if an index occurs twice, the later entry counts: one that differs from this run
     return asked(selections, torch.cat([part for part, _ in rows]), torch.cat([part for _, part in rows]))
 
 
@@ -141,7 +141,7 @@ def _with_filters(inverted: dict[int, Tensor], guided: GuidedRun) -> dict[int, T
     return {**inverted, **filters, **both}
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _as_integers(tensor: Tensor) -> Tensor:
     """Returns the elements as int64, flat.  Rounds floats."""
     flat = tensor.detach().cpu().reshape(-1)
     return (flat.double().round() if flat.is_floating_point() else flat).long()
@@ -156,8 +156,8 @@ def _within(differences: Sequence[Difference], bounds: Sequence[ErrorBound]) -> 
 
 
 def _searched(run: Run, got: Seen, bounds: Sequence[ErrorBound], wanted: Wanted, floor: float) -> _Trial | None:
-    """Searches for a run within the bounds, with other choices of nearly equal elements that no result shows.  Tries the closest
-    first, and keeps a choice that reduces the distance.  Returns None after TRIES runs."""
+    """Searches for a run within the bounds, with other choices of nearly equal elements, which no result contains.  Tries the
+    closest first, and keeps a choice that reduces the distance.  Returns None after TRIES runs."""
     best = _trial(run, got, wanted, floor, explore=True)
     tried: set[tuple[int, int, int]] = set()
     for _ in range(TRIES):
@@ -181,7 +181,7 @@ def _searched(run: Run, got: Seen, bounds: Sequence[ErrorBound], wanted: Wanted,
 
 
 def _changed(selection: RunSelection, place: int, index: int) -> Tensor:
-    """Returns the choices with `index` at a place.  If the row already has this index, the two are exchanged."""
+    """Returns the choices with `index` at position `place`.  If the row already has this index, the two indices are exchanged."""
     changed = selection.chosen.cpu().clone()
     first = place - place % selection.ranks
     row = changed[first : first + selection.ranks]

@@ -1,9 +1,9 @@
 """Tracks which selected index each element of a tensor comes from, through operators that move elements.
 
-The information is stored per storage, element by element, so views need nothing, and writes in place reach all of them.  An element
-that is an index times a number, plus another number, still comes from that index.  After any other arithmetic, or arithmetic of two
-indices, the origin is unknown.  The information also contains the comparison that put an element in its place, as a filter of
-unlikely tokens does.  Elementwise operators keep this comparison, but not the index.
+The information is stored for the elements of a storage, so all its views share it, also after a write in place.  An element that is
+an index times a number, plus another number, still comes from that index.  After any other arithmetic, or arithmetic of two
+indices, the origin is unknown.  The information also contains the comparison that decided about an element, for example in a filter
+of unlikely tokens.  Elementwise operators keep this comparison, but not the index.
 
 Private interfaces (torch 2.11, 2.13): `torch.multiprocessing.reductions.StorageWeakRef`, `UntypedStorage._cdata`.
 """
@@ -25,9 +25,9 @@ FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 class Known:
-    """The information about a storage.  `error`: the largest bound of the floating dtypes that led to its values.  `origins`, int64
-    (3, elements): the number of the selected index, its factor, and the number of the comparison that put the element in its place;
-    None if no element has any."""
+    """The information about a storage.  `error`: the largest bound of the floating dtypes that computed its values.  `origins`,
+    int64 (3, elements): the number of the selected index, its factor, and the number of the comparison that decided about the
+    element; -1 for none.  None if no element has an origin."""
 
     __slots__ = ("error", "origins", "storage")
 
@@ -78,7 +78,7 @@ class Origins:
         shared = {tensor.untyped_storage()._cdata for tensor in tensors} if written is None else set()
         new_tensors = [leaf for leaf in _leaves(result) if _dense(leaf) and leaf.untyped_storage()._cdata not in shared]
         if written is None and not new_tensors:
-            return  # views: the storage has all information
+            return  # views: the information of their storage does not change
         for output in [written] if written is not None else new_tensors:
             rounding = 0.0 if output.dtype in FLOAT8 else tolerance(output.dtype)
             if error or rounding:
@@ -145,16 +145,16 @@ def _joined(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> T
 
 def _where(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     condition, one, other = _together(of(args[0]), of(args[1]), of(args[2]))
-    return _put_there(torch.where(args[0], one, other), condition)
+    return _decided_by(torch.where(args[0], one, other), condition)
 
 
 def _filled(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     rows, condition = _together(of(args[0]), of(args[1]))
-    return _put_there(torch.where(args[1], -1, rows), condition)
+    return _decided_by(torch.where(args[1], -1, rows), condition)
 
 
-def _put_there(rows: Tensor, condition: Tensor) -> Tensor:
-    """Returns the origins of elements that a condition puts in their places."""
+def _decided_by(rows: Tensor, condition: Tensor) -> Tensor:
+    """Returns the origins of elements about which a condition decided."""
     return torch.stack([rows[0], rows[1], torch.where(condition[2] >= 0, condition[2], rows[2])])
 
 
@@ -170,7 +170,7 @@ def _ranked(origins: Tensor, rank: int) -> Tensor:
 
 
 def _elementwise(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Handles operators of one or two operands: the result is no index, but keeps the comparison that put the operand there."""
+    """Handles operators of one or two operands: the result is no index, but keeps the comparison that decided about the operand."""
     operands = [of(argument) for argument in args[:2] if isinstance(argument, Tensor)]
     rows = operands[0] if len(operands) == 1 else _only_one(*operands)
     return torch.stack([torch.full_like(rows[0], -1), rows[1], rows[2]])
@@ -241,7 +241,7 @@ def _times(origins: Tensor, factor: Any) -> Tensor:
 
 
 def _only_one(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the origins of elements for which one operand alone has an index, or a comparison."""
+    """Combines the origins of two operands: keeps an index, or a comparison, of elements for which only one operand has one."""
     one, other = _together(one, other)
 
     def of_one(row: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Operators that select elements of a float tensor by their order, and the conditions for other indices to be as good.
 
-An index is as good if the float at it is within tolerance of the one at the expected index, rank by rank.  Ranks of one row never
-share an index.  A draw from a cumulative distribution is as good if the drawn number is within tolerance of the chosen interval.  A
-comparison may have either result if both sides are within tolerance of each other."""
+An index is as good if the float at it is within tolerance of the float at the expected index of the same rank.  A rank is a
+position among the selected indices of a row.  Ranks of one row never share an index.  A draw from a cumulative distribution is as
+good if the drawn number is within tolerance of the chosen interval.  A comparison may have either result if both sides are within
+tolerance of each other."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 NONE = -1
-"""In place of an index: no other index than eager PyTorch's is requested."""
+"""Used instead of an index: requests eager PyTorch's index."""
 
 
 class Selection(Protocol):
@@ -27,8 +28,8 @@ class Selection(Protocol):
         """Eager PyTorch's indices, int64 (rows, ranks)."""
 
     def chosen(self, wanted: Tensor, bound: float) -> Tensor:
-        """Returns the indices to continue with, (rows, ranks): the `wanted` ones where they are as good, else the expected ones.
-        NONE requests nothing.  `bound`: the largest allowed error of the floats."""
+        """Returns the indices to continue with, (rows, ranks): `wanted` indices (or NONE) that are as good, else the expected ones.
+        `bound`: the largest allowed error of the floats."""
 
     def alternatives(self, bound: float) -> list[tuple[float, int, int, int]]:
         """Returns other indices that are as good, closest first: (distance as a part of the allowed one, row, rank, index)."""
@@ -46,16 +47,16 @@ class Selection(Protocol):
         """Reshapes a number for each index, (rows, ranks), to the shape of the operator's indices."""
 
     def rows(self, values: Tensor) -> Tensor | None:
-        """Reshapes a number for each float that is selected from to (rows, n).  Returns None if the floats are no operand."""
+        """Reshapes a tensor of the operand's shape to (rows, n).  Returns None if the floats are no operand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """Indices into rows of floats.  `values` (rows, n); `distinct`: no two ranks of a row share one; `ordered`: compared rank by
-    rank.
+    """Indices into rows of floats, `values` (rows, n).  `distinct`: no two ranks of a row share an index.  `ordered`: the indices
+    are compared rank by rank.
 
-    `result`: the operator's results.  `place`: the position of the indices among them; `at`: that of the floats, None if there is
-    none.  `axis`: the axis of the ranks, None if it is reduced.  `along`: this axis of the operand, None for all elements."""
+    `result`: the operator's results.  `place`, `at`: the positions of the indices and of the floats among them, or None.  `axis`:
+    the axis of the ranks, None if it is reduced.  `along`: this axis of the operand, None for all elements."""
 
     values: Tensor
     expected: Tensor
@@ -160,7 +161,7 @@ class _One:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval(_One):
-    """The positions of `numbers` (rows, ranks) among ascending `edges` (rows, n), both as float64.  The index counts the edges
+    """The positions of `numbers` (rows, ranks) among ascending `edges` (rows, n), both as float64.  An index is the number of edges
     below a number.  An interval without width is never as good."""
 
     edges: Tensor
@@ -281,8 +282,8 @@ _BY_ROW: dict[Any, tuple[int | None, int | None, bool, int | None]] = {
     aten.sort.default: (1, 0, True, -1),
     aten.sort.stable: (1, 0, True, -1),
 }
-"""By operator: the position of the indices among its results, None if they are the only one, and that of the floats; whether a
-row's indices are distinct; the default axis."""
+"""By operator: the position of the indices among its results, None if they are the only result; the position of the floats; whether
+a row's indices are distinct; the default axis."""
 
 
 def _by_row(values: Tensor, along: int | None) -> Tensor:
@@ -294,8 +295,8 @@ def _by_row(values: Tensor, along: int | None) -> Tensor:
 
 
 def _magnitudes(values: Tensor) -> Tensor:
-    """Returns the magnitude of the floats around each one, (rows, ranks).  Masks at one end of a row do not count for the rest of
-    it.  A row of small floats gets the magnitude of the median row."""
+    """Returns the magnitude of the floats around each float, (rows, ranks).  Masks at one end of a row do not affect the other
+    floats.  A row of small floats gets the magnitude of the median row."""
     finite = _finite(values)
     magnitudes = torch.minimum(finite.cummax(1).values, finite.flip(1).cummax(1).values.flip(1))
     return torch.maximum(magnitudes, magnitudes.median(0, keepdim=True).values)
@@ -312,7 +313,7 @@ def _distinct(indices: Tensor) -> Tensor:
 
 
 def _completed(requested: Tensor, wanted: Tensor, expected: Tensor) -> Tensor:
-    """Fills the ranks that are not requested with the expected indices that no other rank took, in their order."""
+    """Fills the ranks that are not requested with the expected indices that no requested rank uses, in their order."""
     open_rows = ((wanted == NONE).any(1) & (requested != expected).any(1)).nonzero().reshape(-1).tolist()
     indices = requested.clone()
     for row in open_rows:

@@ -1,4 +1,4 @@
-"""Runs one operator at a short size and padded at a long one, on the run's values and on others that its inputs may have."""
+"""Runs one operator at a short size and padded at a long one, on the run's values and on other possible values of its inputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ INDEXING = ("index", "gather", "embedding", "scatter", "take", "select", "put", 
 """Parts of the names of operators that use integers as indices."""
 
 ORDERING = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "median", "nanmedian", "kthvalue", "mode"})
-"""Operators that may choose any of several equal elements.  They are not tried with zeros only."""
+"""Operators that may choose any of several equal elements.  So no trial sets all elements of the call to zero."""
 
 LARGE = 2**16
-"""From this number of elements on, an operator that certainly keeps rows separate is not tried.  One that only moves elements is
-tried with other values once.  Otherwise the trials would take most of the time."""
+"""From this number of elements on, an operator that is known to keep rows separate is not tried.  One that only moves
+elements is tried with other values once.  Otherwise the trials would take most of the time."""
 
 
 def padded_operator(call: PaddedCall, along: PaddedDimension) -> Any:
@@ -60,8 +60,8 @@ def run_once(call: PaddedCall, run: Callable[[Any], Any], chosen: Mapping[int, t
 def _variations(
     call: PaddedCall, spec: TreeSpec, generator: torch.Generator, moved: bool
 ) -> Iterator[tuple[list[Any], list[Any]] | str | None]:
-    """Yields results of other values at both sizes; "fails" if only the long size fails or differs; None if a trial shows
-    nothing."""
+    """Yields the results of other values at both sizes; "fails" if the long size alone fails, or returns another structure; None if
+    a trial shows nothing."""
     entrywise = _pointwise(call.node)
     vary = partial(Variation, indices=_indexes(call), entrywise=entrywise, literal=_literal(call.node))
     for variation in [vary(0, mixed=True)] if moved else [vary(-1), vary(1), vary(0, mixed=call.name in ORDERING)]:
@@ -106,8 +106,8 @@ def _padded_value(
         for spot in [kept_spot] if kept_spot else spots(short, long, along.sizes, along.last):
             if all(two.shape == long.shape and alike(one, front(two, spot)) for one, two in trials):
                 fixed = _fixed([two[padded_part(spot, long.shape)] for _, two in trials], call.depends, full)
-                joined = long if torch.equal(short, front(long, spot)) else placed(long, spot, short)
-                return PaddedValue(short, joined, spot, fixed, depends=call.depends)
+                padded_long = long if torch.equal(short, front(long, spot)) else placed(long, spot, short)
+                return PaddedValue(short, padded_long, spot, fixed, depends=call.depends)
     return PaddedValue(short, long, depends=call.depends, why=why)
 
 
@@ -124,11 +124,11 @@ def _fixed(padded: Sequence[torch.Tensor], depends: bool, full: bool) -> torch.T
 
 
 def _kept_spot(call: PaddedCall) -> Spot:
-    """Returns the call's spot in the result of a large operator that keeps its rows separate, or () if trials must show it.
+    """Returns the call's spot in the result of a large operator that keeps its rows separate, or () if trials must find it.
 
-    No padded element of its inputs may be fixed.  No element of the result is called fixed, which is always safe.
+    Padded elements of its inputs must not be fixed.  The result counts as having no fixed elements, which is always safe.
     """
-    values, joined = kept_rows(call.node, call.short)
+    values, combined_axes = kept_rows(call.node, call.short)
     if _pointwise(call.node):
         values = [value for value in call.values if value.spot]
     numbers = [[leaf for leaf in tree_leaves(args) if not isinstance(leaf, PaddedValue)] for args in (call.short, call.long)]
@@ -140,12 +140,12 @@ def _kept_spot(call: PaddedCall) -> Spot:
     wider = any(isinstance(value.short, torch.Tensor) and value.short.dim() > len(spot) for value in others)
     if differ or wider or not all(same_spot(value.spot, spot) for value in values):
         return ()
-    full = all(isinstance(spot[axis], slice) and spot[axis] == slice(None) for axis in joined)
+    full = all(isinstance(spot[axis], slice) and spot[axis] == slice(None) for axis in combined_axes)
     return spot if full else ()
 
 
 def _moved(call: PaddedCall) -> bool:
-    """Whether a large operator only moves floating-point numbers.  Numbers that are drawn for it are all different."""
+    """Whether a large operator only moves floating-point numbers.  One trial with random numbers shows where they are."""
     values = [value for value in call.values if value.spot]
     return moves(call.node) and _large_and_free(values) and all(value.long.is_floating_point() for value in values)
 

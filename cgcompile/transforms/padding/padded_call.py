@@ -19,7 +19,7 @@ SHAPE_ONLY = frozenset(
 """Operators that only use the shape, dtype and device of a tensor."""
 
 UNWRITTEN = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
-"""Operators whose result is uninitialized, and is written before it is read.  Here it is zeros."""
+"""Operators with uninitialized results, which are written before they are read.  A PaddedCall returns zeros instead."""
 
 
 class ChangedByPadding(Exception):
@@ -36,7 +36,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class PaddedCall:
-    """A node with its arguments at both sizes.  Both contain the same PaddedValue objects, `values`."""
+    """A node with its (args, kwargs) at both sizes: `short`, `long`.  Both contain the same PaddedValue objects, `values`."""
 
     node: Node
     short: tuple[Any, Any]

@@ -1,4 +1,5 @@
-"""Runs two graphs of the same operators side by side, at a short size and padded at a long one.  Tries each operator separately."""
+"""Runs two graphs with the same operators side by side: at a short size, and padded at a long size.  Tries each operator
+separately."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ BLOCKS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
 """Higher-order operators that run a graph once."""
 
 WHOLE = frozenset({"flex_attention"})
-"""Higher-order operators that are tried as one operator, because their graphs compute single elements."""
+"""Higher-order operators that are tried as one operator, because their graphs compute only one element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class PaddedRun:
 
     def graphs(self, short: GraphModule, long: GraphModule, inputs: Sequence[PaddedValue]) -> list[PaddedValue]:
         """Returns the results of both graphs.  Raises ChangedByPadding."""
-        if operators(short) != operators(long):  # also in the body of a branch or a loop
+        if operators(short) != operators(long):  # the graphs may be bodies of a branch or a loop
             raise ChangedByPadding(f"the model has other operators at another size of {self.along.name}")
         values: dict[Node, Any] = {}
         remaining_inputs = iter(inputs)
@@ -93,14 +94,13 @@ class PaddedRun:
             f"the effect of {call.name} on padded elements along {self.along.name} is not known{place_of(call.node)}"
         )
 
-    def _cond(self, call: PaddedCall, chooses: Any, first: Body, second: Body, operands: Sequence[PaddedValue]) -> Any:
+    def _cond(self, call: PaddedCall, condition: Any, first: Body, second: Body, operands: Sequence[PaddedValue]) -> Any:
         branches = [self.graphs(body.short, body.long, operands) for body in (first, second)]
-        chosen = branches[not bool(chooses.short if isinstance(chooses, PaddedValue) else chooses)]
+        chosen = branches[not bool(condition.short if isinstance(condition, PaddedValue) else condition)]
         return tuple([self._either(call, output, pair) for output, pair in zip(chosen, zip(*branches, strict=True), strict=True)])
 
     def _either(self, call: PaddedCall, output: PaddedValue, pair: Sequence[PaddedValue]) -> PaddedValue:
-        """Returns the output of the taken branch.  Its padded elements are unknown, because another call may take the other
-        branch."""
+        """Returns the output of the branch that ran.  Its padded elements are unknown: another call may run the other branch."""
         why = next((padded.why for padded in pair if padded.why), "")
         if not why and not same_spot(*[padded.spot for padded in pair]):
             why = f"the branches of {call.name} have what lies along {self.along.name} in different places{place_of(call.node)}"
@@ -111,18 +111,18 @@ class PaddedRun:
     ) -> Any:
         """Proves by induction: one iteration keeps every carried value equal at both sizes, whatever the padded elements are."""
         before = [_unknown(padded) for padded in carried]
-        (goes_on,) = self.graphs(condition.short, condition.long, [*before, *others])
+        (continues,) = self.graphs(condition.short, condition.long, [*before, *others])
         after = self.graphs(body.short, body.long, [*before, *others])
-        if why := next((padded.why for padded in (goes_on, *after) if padded.why), ""):
+        if why := next((padded.why for padded in (continues, *after) if padded.why), ""):
             raise ChangedByPadding(why)
         if not all(same_spot(one.spot, two.spot) for one, two in zip(before, after, strict=True)):
             raise ChangedByPadding(f"{call.name} moves what lies along {self.along.name}{place_of(call.node)}")
         chosen = {id(value): (value.short, value.long) for value in call.values}
-        ended = [tree_leaves(run_once(call, run, chosen)) for run in (call.at_short, call.at_long)]
+        final_values = [tree_leaves(run_once(call, run, chosen)) for run in (call.at_short, call.at_long)]
         return tuple(
             [
                 replace(padded, short=short, long=placed(long, padded.spot, short) if padded.spot else short)
-                for padded, short, long in zip(before, *ended, strict=True)
+                for padded, short, long in zip(before, *final_values, strict=True)
             ]
         )
 
@@ -133,7 +133,7 @@ def _unknown(value: PaddedValue) -> PaddedValue:
 
 
 def operators(module: GraphModule) -> list[str]:
-    """Returns the operators of a graph in order.  Programs of two sizes can be compared if these are equal."""
+    """Returns the operators of a graph in order.  Two graphs can be compared if their operators are equal."""
     return [f"{node.op} {node.target}" if node.op == "call_function" else node.op for node in module.graph.nodes]
 
 

@@ -1,6 +1,6 @@
-"""A value of a program at two sizes of a dimension: as it is, and padded.
+"""A value of a program at two sizes of a dimension: unpadded (short), and padded (long).
 
-Each operator is tried separately, also on values that its inputs have in no drawn example.  So one operator, such as a comparison
+Each operator is tried separately, also with input values that occur in no drawn example.  So one operator, such as a comparison
 after a sum, cannot hide a change by the operator before it.
 """
 
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 Spot = tuple[slice | torch.Tensor, ...]
-"""The positions of the short tensor's elements in the long one, per axis."""
+"""For every axis, the positions of the short tensor's elements in the long one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
     """How values are changed.
 
-    `sign`: the call's elements become lower than all padded ones (-1), higher (1), or zeros (0), so that a sum shows whatever is
-    added to it.  `mixed`: random numbers instead of zeros.  `indices`: integers may be indices into another tensor, and stay in
-    their range.  `entrywise`: the operator does not combine elements, so values of any size are tried.  Only values beyond a
-    threshold show the threshold, and only values equal to `literal` show a test for equality.
+    `sign`: the call's elements become lower than all padded ones (-1), higher (1), or zeros (0), so that a sum shows every padded
+    addend.  `mixed`: random numbers instead of zeros.  `indices`: integers may be indices into another tensor, and stay in their
+    range.  `entrywise`: the operator does not combine elements, so values of any magnitude are tried, also `literal`: only values
+    above a threshold show the threshold, and only values equal to `literal` show a comparison with it.
     """
 
     sign: int
@@ -35,8 +35,8 @@ class Variation:
 
 
 FAR = 4.0
-"""Values are moved by one to two times this distance, which changes results that combine them.  Over a head, the product of two
-such values stays smaller in magnitude than the -10000 with which some models mask scores."""
+"""Values are moved by one to two times this distance, which changes results that combine them.  The scores of attention over such
+values stay smaller in magnitude than the -10000 with which some models mask scores."""
 
 WIDE = {torch.float16: 1e4}
 """The magnitude of values for operators that do not combine elements.  Other dtypes have 1e12, integers a million."""
@@ -57,9 +57,10 @@ DRAWN = 262_139
 class PaddedValue:
     """The value of a node at the short size and at the long one, a tensor or a number.
 
-    `spot`: the positions of `short` in `long`, () if both are the same.  `fixed`: a mask of the padded elements of `long` that no
-    input of the call changes, for its `padded_part`, or None for none.  `depends`: the value depends on an input.  `why`: the
-    problem if `short` is not in `long`, or if other padding would change it there.  Nothing may be computed with such a value.
+    `spot`: the positions of `short` in `long`, () if both are the same.  `fixed`: a mask for `padded_part`, of the padded elements
+    of `long` that no input of the call changes; None if there are none.  `depends`: the value depends on an input.  `why`: the
+    reason if `short` is not in `long`, or if other padding would change it there, else "".  No operator may use a value with a
+    reason.
     """
 
     short: Any
@@ -89,7 +90,7 @@ class PaddedValue:
 class PaddedDimension:
     """The dimension `name` at `sizes`, the short and the long one.
 
-    `last`: the call is at the end of a frame, not at its beginning.  `generator`: draws the values of the trials.
+    `last`: the call's elements are the last ones of a frame (a padded input), not the first.  `generator`: draws values for trials.
     """
 
     name: str
@@ -98,7 +99,7 @@ class PaddedDimension:
     generator: torch.Generator
 
     def framed(self, short: torch.Tensor, frame: torch.Tensor, fixed: bool) -> PaddedValue:
-        """Returns an input of the call inside a frame.  `fixed`: the frame is the same for every call."""
+        """Returns an input of the call inside a frame.  `fixed`: the frame's other elements are the same for every call."""
         if short.shape == frame.shape:
             return PaddedValue(short, short, depends=True)
         start = (
@@ -127,8 +128,8 @@ def placed(value: torch.Tensor, spot: Spot, short: torch.Tensor) -> torch.Tensor
 
 
 def padded_part(spot: Spot, shape: Sequence[int]) -> tuple[slice, ...]:
-    """Returns the slices of a part that contains all elements outside `spot`.  It has no others if these all follow or precede
-    `spot` along one axis; else it is the whole tensor."""
+    """Returns slices of a part that contains all elements outside `spot`: only these if they all follow or precede `spot` along one
+    axis, else the whole tensor."""
     inner = [axis for axis, (part, size) in enumerate(zip(spot, shape, strict=True)) if not _covers(part, size)] if spot else []
     inner_part = spot[inner[0]] if len(inner) == 1 else None
     if not isinstance(inner_part, slice) or (inner_part.start and inner_part.stop != shape[inner[0]]):
@@ -166,8 +167,7 @@ def _grid(spot: Spot, shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 def spots(short: torch.Tensor, long: torch.Tensor, sizes: tuple[int, int], last: bool) -> Iterator[Spot]:
-    """Yields the spots where the short tensor may be in the long one, likeliest first.  `sizes`: those of the dimension.  `last`:
-    the call is at the end of an input."""
+    """Yields the spots where the short tensor may be in the long one, likeliest first.  `sizes`, `last`: as in PaddedDimension."""
     axes = [list(_axis(*extents, *sizes, last, long.device)) for extents in zip(short.shape, long.shape, strict=True)]
     yield from itertools.islice(itertools.product(*axes), 256)
 
@@ -281,7 +281,7 @@ def _varied_integers(
 def _varied_indices(
     short: torch.Tensor, ends: tuple[int, int], padded: torch.Tensor, variation: Variation, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws the call's elements within their range at the short size, and the padded ones within that at the long size."""
+    """Draws the call's elements within their range at the short size, and the padded ones within the range at the long size."""
     short_ends = tuple([int(extreme) for extreme in short.aminmax()]) if short.numel() else ends
     if variation.sign:
         higher = variation.sign > 0

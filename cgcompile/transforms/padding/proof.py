@@ -1,9 +1,9 @@
-"""Proves per declared dimension whether a call may be padded or chunked.
+"""Proves for each declared dimension whether a call may be padded or chunked.
 
-A dimension is "rows" if the rest of a call's frame may contain anything.  It is "zeros" if the rest may contain zeros (an attention
-mask removes the effect of padded positions), else "no".  `row_mixing` proves it, operator by operator.  Before that, eager PyTorch
-runs the model itself on whole, padded and chunked inputs, within the outputs' bounds.  That shows what the program of one size
-hides, such as a branch in Python.  To be chunked, a dimension must be "rows" from both ends, and every output must have exactly one
+A dimension is "rows" if padded elements may have any value, "zeros" if they must be zeros (an attention mask removes the effect of
+padded positions), else "no".  `row_mixing` proves it, operator by operator.  Before that, eager PyTorch runs the model on unpadded,
+padded and chunked inputs, and compares the outputs within their bounds.  This finds what the program of one size does not contain,
+such as a branch in Python.  A dimension may be chunked if it is "rows" with padding at either end, and every output has exactly one
 axis that is a multiple of it.  One program for all sizes computes the same at all of them, so two sizes are tried.  If each int_key
 has its own program, Python may have taken another branch at any size, so every size between the declared ones is tried.
 """
@@ -38,7 +38,7 @@ no call is padded."""
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Inputs at the small size in a frame of the large size: `short` rows of `long`."""
+    """A call at the sizes `small`, padded to the sizes `large`.  The tried dimension has size `short` and `long` in these."""
 
     short: int
     long: int
@@ -83,7 +83,7 @@ def _proved(
 
 
 def unpadded(source: Source, prepared: Prepared) -> str:
-    """Returns the reason why no call of the entry is padded, whatever a trial shows, or ""."""
+    """Returns the reason why no call of the entry may be padded, which needs no trial, or ""."""
     if prepared.written:
         return f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
     if prepared.generator:
@@ -150,7 +150,8 @@ def _partial(prepared: Prepared, memory: str) -> str:
 
 
 def _trials(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
-    """Returns a nearly full and a nearly empty frame of the smallest size above 1.  Other dimensions have their smallest size."""
+    """Returns two trials padded to the smallest size above 1, with few and with many padded elements.  Other dimensions have their
+    smallest size."""
     long = next((size for size in sizes[name] if size > 1), 2)
     others = {other: values[0] for other, values in sizes.items()}
     shorts = sorted({long - 1, max(1, long // 3)}, reverse=True)
@@ -158,7 +159,8 @@ def _trials(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
 
 
 def _every_trial(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
-    """Returns all sizes up to the largest, in the frame of their padding, with the smallest and then the largest other sizes."""
+    """Returns a trial of every undeclared size, padded to the next declared one, with the smallest and then the largest other
+    sizes."""
     frames = [(short, next(size for size in sizes[name] if size >= short)) for short in range(1, sizes[name][-1])]
     others = [{other: values[pick] for other, values in sizes.items()} for pick in (0, -1)]
     return [
@@ -178,7 +180,7 @@ def _other_shape(prepared: Prepared, small: Mapping[str, int], expected: Tensors
 
 
 def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tensors) -> str:
-    """Returns "" if the padded run gives the expected outputs at the front, else the difference."""
+    """Returns "" if outputs of the padded run begin with the expected ones, else the difference."""
     filled = []
     for inner, outer in zip(short, frame, strict=True):
         padded = outer.clone()
@@ -237,7 +239,8 @@ def _prove_chunk(
 
 
 def _chunk_points(sizes: Sequence[int], dynamic: bool) -> list[tuple[int, int]]:
-    """Returns (size, split position).  Programs per int_key are also compared with each other, and beyond the largest size."""
+    """Returns (size, position of the cut).  If each int_key has its own program, also cuts each size at the next smaller one, and
+    sizes beyond the largest one."""
     long = max(3, next((size for size in sizes if size > 1), 2))
     if dynamic:
         return [(long, 1)]

@@ -1,4 +1,4 @@
-"""Facts about operators that need no trials: the axes along which they combine elements, and which operators only move them."""
+"""Facts about operators that need no trials: the axes along which they combine elements, and which operators only move elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arguments = Mapping[str, Any]
 
 Rows = tuple[tuple[str, ...], Sequence[int]]
 """The arguments whose rows an operator keeps separate, all of the rank of the result; and the axes along which it combines
-elements, negative ones from the last.  All its other arguments are the same for every call."""
+elements (negative ones count from the last).  This holds if all other arguments are the same at both sizes."""
 
 MOVES = frozenset({
     "view", "_unsafe_view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "t", "numpy_T", "squeeze",

@@ -3,8 +3,8 @@
 The program runs at a short size and, padded, at a long one, side by side.  After every operator, the call's part of the result must
 be the same in both.  It must stay the same for other input values: the call's elements are moved below and above all padded ones,
 and set to zero.  The padded elements are moved too, unless no input of the call can change them, as after a mask.  So a sum over
-rows is accepted if padded addends are always zero, a softmax if scores are masked, a maximum if padded elements are -inf.  It does
-not matter how the outputs use a changed sum.
+rows is accepted if padded addends are always zero, a softmax if scores are masked, a maximum if padded elements are -inf.  A sum
+that padding changes is refused, even if later operators hide the change.
 
 Assumptions: integers have the range that inputs() draws.  A mask by a large number, such as -10000, is large enough for the model's
 scores.  No mask hides a whole row of the call.  Padded rows are finite if they are finite for the drawn inputs.
@@ -30,17 +30,17 @@ from .padded_run import PaddedRun, operators
 from .padded_values import PaddedDimension
 
 SEED = 0
-"""The seed of the values that operators are tried with, so that every build gets the same verdict."""
+"""The seed of the values with which operators are tried, so that every build gets the same result."""
 
 SMALL = 8
-"""The largest size of trials with a program for all sizes, if the model allows it: it computes the same at all, and large ones are
-slow."""
+"""The largest size in trials of a program for all sizes, if the model accepts such sizes.  It computes the same at all sizes, and
+large ones are slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwoSizes:
-    """A program at a short and a long size of the dimension `name`, with inputs that `inputs()` draws.  Two programs of different
-    int_keys have the same operators."""
+    """A program at a short and a long size of the dimension `name`, with inputs that `inputs()` draws.  If `modules` are programs
+    of two int_keys, they have the same operators."""
 
     name: str
     sizes: tuple[int, int]
@@ -56,10 +56,10 @@ Functional = Callable[[ExportedProgram], GraphModule]
 def two_sizes(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, lookup: Functional
 ) -> tuple[TwoSizes, ...]:
-    """Returns comparisons for the dimension `name`, with other dimensions at their smallest sizes.  `lookup` returns modules.
+    """Returns comparisons for the dimension `name`, with other dimensions at their smallest sizes.  `lookup`: `functional`, cached.
 
-    If each int_key has its own program, it is compared with that of the next size.  If there is only one size, it is compared with
-    a program exported at another size.  Returns () if their operators differ.
+    If each int_key has its own program, this is compared with the program of the next size.  If there is only one size, its program
+    is compared with one that is exported at another size.  Returns () if the operators differ.
     """
     values = sizes[name]
     others = {other: other_sizes[0] for other, other_sizes in sizes.items()}
@@ -82,7 +82,7 @@ def two_sizes(
 
 
 def _by_size(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> dict[int, ExportedProgram]:
-    """Returns the programs of the dimension's sizes.  If there is only one size, exports the model at it and a neighbouring one."""
+    """Returns size -> program.  If there is only one size, exports the model at this size and a neighbouring one."""
     others = {other: values[:1] for other, values in sizes.items()}
     programs, values = prepared.programs, sizes[name]
     if len(values) == 1:
@@ -103,7 +103,8 @@ def _at(source: Source, module: GraphModule, others: Mapping[str, int], name: st
 
 
 def _small(source: Source, module: GraphModule, others: Mapping[str, int], name: str, declared: int) -> TwoSizes | None:
-    """Returns a dynamic program at sizes smaller than declared, or None if there are none, or if the model rejects them."""
+    """Returns a dynamic program at sizes smaller than declared, or None if the declared ones are small or the model rejects
+    them."""
     if max(declared, *others.values(), 0) <= SMALL:
         return None
     try:
@@ -119,7 +120,7 @@ def _small(source: Source, module: GraphModule, others: Mapping[str, int], name:
 def changed(compared: TwoSizes, fixed: bool, last: bool = False) -> str:
     """Returns "" if padding changes nothing that the outputs need, else a sentence about the operator that it changes.
 
-    The call is at the beginning of a larger one, or with `last` at its end.  `fixed`: it is padded with zeros, else with anything.
+    The call's elements come first in the padded inputs, or last with `last`.  `fixed`: pads with zeros, else with any values.
     """
     device = next((tensor.device for tensor in compared.short), torch.device("cpu"))
     along = PaddedDimension(compared.name, compared.sizes, last, torch.Generator(device).manual_seed(SEED))

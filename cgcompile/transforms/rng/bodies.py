@@ -1,4 +1,4 @@
-"""Branches and loops that draw random numbers: their bodies get the words that all draws share, and loops count iterations."""
+"""Branches and loops that draw random numbers: their bodies get the words of philox.schedule, and loops count iterations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...export.higher_order.conditionals import WHILE, bodies, higher_order
 from .philox import MASK
 
 MIXED = 0x9E3779B1
-"""The factor of the iterations of outer loops (an odd number near 2^32 over the golden ratio).  Iterations of two nested loops have
-different words as long as both count below 2^15."""
+"""The factor of the word of an outer loop's iteration (an odd number near 2^32 over the golden ratio).  Iterations of two nested
+loops have different words if both loops have fewer than 2^15."""
 
 
 class Body(NamedTuple):
-    """The graph of a body, and its inputs: the words that all draws share, and in a loop the number of the iteration."""
+    """The graph of a body, and two of its inputs: the words that all draws share, and in a loop the number of the iteration."""
 
     module: GraphModule
     shared: Node
@@ -27,15 +27,16 @@ class Body(NamedTuple):
 
 
 def of_turn(shared: Tensor, turn: Tensor) -> Tensor:
-    """Returns the shared words of one iteration.  The highest word of the counter gets its number, from 1 on.  Outside of loops
-    this word is 0 in the first 2^32 calls."""
+    """Returns the shared words of one iteration.  The highest word of the counter contains the iteration's number, from 1 on.
+    Outside of loops this word is 0 in the first 2^32 calls."""
     last = shared.shape[0] - 1
     word = (shared.select(0, last) * MIXED + (turn & MASK) + 1) & MASK
     return torch.cat([shared.narrow(0, 0, last), word.view(1)]).as_strided((last + 1,), (1,))
 
 
 def hand_to_bodies(node: Node, module: GraphModule, shared: Node, first: Node | None) -> Iterator[Body]:
-    """Adds `shared` as an input of every body of a branch or a loop, in place.  `first`: the number of a loop's first iteration."""
+    """Adds `shared` as an input of every body of a branch or a loop, in place, and yields the bodies.  A loop also carries the
+    number of its iteration; `first`: the node of the first number."""
     if higher_order(node) != WHILE:
         predicate, true, false, operands = node.args
         node.args = (predicate, true, false, (*operands, shared))
@@ -43,14 +44,14 @@ def hand_to_bodies(node: Node, module: GraphModule, shared: Node, first: Node | 
             yield Body(body, _input(body, len(list(_inputs(body))), shared), None)
         return
     assert first is not None
-    condition, turns, carried, additional = node.args[:4]
-    node.args = (condition, turns, (*carried, first), (*additional, shared), *node.args[4:])
+    condition, loop_body, carried, additional = node.args[:4]
+    node.args = (condition, loop_body, (*carried, first), (*additional, shared), *node.args[4:])
     node.meta["val"] = (*node.meta["val"], first.meta["val"])
     count = len(carried)
-    for body, source in [(getattr(module, str(attribute.target)), attribute) for attribute in (condition, turns)]:
+    for body, source in [(getattr(module, str(attribute.target)), attribute) for attribute in (condition, loop_body)]:
         turn = _input(body, count, first)
         shared_input = _input(body, len(list(_inputs(body))), shared)
-        if source is turns:
+        if source is loop_body:
             (output,) = body.graph.find_nodes(op="output")
             with body.graph.inserting_before(output):
                 next_turn = body.graph.call_function(torch.ops.aten.add.Tensor, (turn, 1))

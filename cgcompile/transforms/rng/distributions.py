@@ -4,17 +4,17 @@ Each draw takes one block of four words per element from a Stream.  The numbers 
 distributions, and the bits per number, are the same.
 
     uniform       float32 24 bits, float64 53, float16 11, bfloat16 8, in [0, 1): at::transformation::uniform_real
-    normal        Box and Muller, "A Note on the Generation of Random Normal Deviates" (1958), from two numbers per element, of
-                  which the first is in (0, 1] and has 32 bits (float64: 53); the largest is 6.7 (8.6) standard deviations
+    normal        Box and Muller, "A Note on the Generation of Random Normal Deviates" (1958), from two numbers per element.  The
+                  first is in (0, 1] and has 32 bits (float64: 53); the largest result is 6.7 (8.6) standard deviations
     integers      a range r up to 2^31: the high word of 64 random bits times r (Lemire, "Fast Random Integer Generation in an
-                  Interval", 2019, without the rejection): a value is off by r / 2^64 of its probability at most, 2^-33.  A larger
-                  one, or one that is no constant: 63 random bits modulo r, r / 2^63 at most (PyTorch's own: 32 bits modulo r
-                  below 2^32, 64 above)
-    bernoulli     a constant p: 32 bits, off by 2^-33 at most; a tensor of them: 24 bits (float64: 53), as PyTorch
+                  Interval", 2019, without the rejection).  The probability of a value has a relative error of at most r / 2^64,
+                  2^-33.  For a larger or variable r: 63 random bits modulo r, at most r / 2^63 (PyTorch: 32 bits modulo r below
+                  2^32, 64 above)
+    bernoulli     a constant p: 32 bits, an error of at most 2^-33; a tensor of p: 24 bits (float64: 53), as PyTorch
     exponential, cauchy, geometric, log_normal   inverse transform
     randperm      the order of 63-bit integers
-    multinomial   without replacement the order of weight / exponential (Efraimidis and Spirakis, "Weighted random sampling with a
-                  reservoir", 2006), as PyTorch; with it the inverse transform, 53 bits
+    multinomial   without replacement: the order of weight / exponential (Efraimidis and Spirakis, "Weighted random sampling with
+                  a reservoir", 2006), as PyTorch; with replacement: the inverse transform, 53 bits
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _in_order_of(values: Tensor, like: Tensor) -> Tensor:
 
 
 def axes_in_memory(tensor: Tensor) -> list[int]:
-    """Returns the axes from outermost to innermost, or in their own order if a stride depends on data."""
+    """Returns the axes from outermost to innermost, or 0, 1, ... if a stride depends on data."""
     strides = [stride if isinstance(stride, int) else stride.node.maybe_as_int() or stride.node.hint for stride in tensor.stride()]
     if any(stride is None for stride in strides):
         return list(range(tensor.dim()))
@@ -87,7 +87,7 @@ def uniform01(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def positive01(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns float32 (of 32 bits, so that the smallest is 2^-32) or float64 numbers in (0, 1].  Their logarithms are finite."""
+    """Returns float32 (32 random bits, the smallest is 2^-32) or float64 numbers in (0, 1].  Their logarithms are finite."""
     if dtype == torch.float64:
         return (bits53(words) + 1).to(dtype) * 2.0**-53
     return (words[0].to(dtype) + 1) * 2.0**-32
@@ -100,7 +100,8 @@ def normal01(words: Words, dtype: torch.dtype) -> Tensor:
 
 
 def exponential01(words: Words, dtype: torch.dtype) -> Tensor:
-    """Returns numbers of rate 1, never 0, because samplers divide by them.  PyTorch also replaces 0 by half an epsilon."""
+    """Returns exponential numbers of rate 1, never 0, because samplers divide by them.  PyTorch also replaces 0 by half an
+    epsilon."""
     return (-positive01(words, dtype).log()).clamp_min(torch.finfo(dtype).eps / 2)
 
 

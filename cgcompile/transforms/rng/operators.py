@@ -59,11 +59,11 @@ def _exponential(stream: Stream, x: Tensor, rate: float = 1.0, **_: Any) -> Tens
 
 
 def _cauchy(stream: Stream, x: Tensor, median: float = 0.0, sigma: float = 1.0, **_: Any) -> Tensor:
-    """Takes the tangent of an odd multiple of 2^-25 half turns (float64: 2^-54), which is never a quarter turn."""
+    """Takes the tangent of an odd multiple of pi * 2^-25 (float64: pi * 2^-54), which is never pi / 2."""
     words, dtype = stream.block(x), wide(x.dtype)
     odd, digits = (bits53(words) - (1 << 52), 53) if dtype == torch.float64 else ((words[0] >> 8) - (1 << 23), 24)
-    turn = (odd * 2 + 1).to(dtype) * (math.pi * 2.0 ** -(digits + 1))
-    return (turn.tan() * sigma + median).to(x.dtype)
+    angle = (odd * 2 + 1).to(dtype) * (math.pi * 2.0 ** -(digits + 1))
+    return (angle.tan() * sigma + median).to(x.dtype)
 
 
 def _geometric(stream: Stream, x: Tensor, p: float, **_: Any) -> Tensor:
@@ -102,7 +102,7 @@ def _attention(
     stream: Stream, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Uses PyTorch's plain operations, which include the dropout.  A fused kernel would draw PyTorch's own numbers."""
+    """Uses PyTorch's unfused operations, which include the dropout.  A fused kernel would draw numbers of PyTorch's generator."""
     outputs = aten._scaled_dot_product_attention_math.default(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -214,12 +214,12 @@ def _randperm(stream: Stream, count: Limit, *, dtype: Dtype = None, device: Devi
 def _multinomial(stream: Stream, x: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
     """Returns int64 [..., count] for weights [..., categories].
 
-    Without replacement: a race of exponential times, whose rates are the weights; weights of 0 come last.  With replacement: the
+    Without replacement: the categories with the largest weight / exponential number; weights of 0 come last.  With replacement: the
     position of a uniform number among the cumulative sums of the weights, in float64, so that it is below their total.
     """
     if not replacement:
-        race = x.to(wide(x.dtype)) / exponential01(stream.block(torch.empty_like(x)), wide(x.dtype))
-        return race.argmax(-1, keepdim=True) if count == 1 else race.topk(count, -1).indices
+        quotients = x.to(wide(x.dtype)) / exponential01(stream.block(torch.empty_like(x)), wide(x.dtype))
+        return quotients.argmax(-1, keepdim=True) if count == 1 else quotients.topk(count, -1).indices
     sums = x.double().cumsum(-1)
     drawn = uniform01(stream.block(x.new_empty([*x.shape[:-1], count])), torch.float64) * sums[..., -1:]
     return (sums.unsqueeze(-2) <= drawn.unsqueeze(-1)).sum(-1)
@@ -291,4 +291,4 @@ COMPOSITES: frozenset[torch._ops.OpOverload] = frozenset({
     aten.rrelu.default,
     aten.rrelu_.default,
 })  # fmt: skip
-"""Operators that PyTorch composes of those in LEAVES."""
+"""Operators that PyTorch decomposes to those in LEAVES."""

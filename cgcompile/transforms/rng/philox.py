@@ -32,8 +32,8 @@ ROUNDS = 10
 def schedule(state: Tensor) -> Tensor:
     """Returns the words that all draws of a call share: int64 [2 * ROUNDS + 2], left and right keys of the rounds, number of calls.
 
-    `state`: int64 [seed, calls so far].  Indices are masked before they are multiplied.  Otherwise Inductor would take the product
-    for a larger index, and use 32 bits for it.  as_strided makes Inductor store the keys in memory, not compute them at every use.
+    `state`: int64 [seed, calls so far].  Indices are masked before they are multiplied.  Otherwise Inductor would treat the product
+    as an index, and compute it with 32 bits.  as_strided makes Inductor store the keys in memory, not compute them at every use.
     """
     lane, turn = [torch.arange(count, dtype=torch.int64, device=state.device) & MASK for count in (2, ROUNDS)]
     words = (state.unsqueeze(1) >> (lane * 32)) & MASK
@@ -43,8 +43,8 @@ def schedule(state: Tensor) -> Tensor:
 
 
 def block(element: Tensor, shared: Tensor, number: int) -> Words:
-    """Returns the four words of every element in one draw.  `element`: int64, of which the low word counts.  `shared`: the result
-    of `schedule`, on the same device.  `number`: that of the draw in its program, below 2^32.
+    """Returns the four words of every element in one draw.  `element`: int64, only the low word is used.  `shared`: the result of
+    `schedule`, on the same device.  `number`: the number of the draw in its program, below 2^32.
 
     key = seed, counter = (element, number, calls low, calls high): no block occurs twice in 2^64 calls.
     """
@@ -66,8 +66,8 @@ def philox(counter: Words, keys: Sequence[Key]) -> Words:
 def _multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
     """Returns the high and the low word of word * constant.
 
-    The product may reach 2^64.  So it is computed with constant - 2^32, which is above -2^30, and stays above -2^62.  The missing
-    2^32 * word adds `word` to the high word and nothing to the low one.
+    The product may reach 2^64.  So `word` is multiplied with constant - 2^32, which is above -2^30: this product is above -2^62.
+    The missing 2^32 * word adds `word` to the high word and nothing to the low one.
     """
     product = word * (constant - (1 << 32))
     return (product >> 32) + word, product & MASK

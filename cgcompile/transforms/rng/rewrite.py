@@ -4,7 +4,7 @@ Operators inside branches and loops are rewritten there (bodies.py).
 
 The program gets one more buffer, RNG: int64 [seed, calls so far].  Every random operator becomes ordinary operations that compute
 its numbers from that buffer, and the last operation adds 1 to the calls.  All other nodes keep their names and metadata.  New nodes
-get the metadata of the operator that they replace, and the one with its result gets its name.
+get the metadata of the operator that they replace.  The new node with the operator's result also gets its name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def supported() -> frozenset[torch._ops.OpOverload]:
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, unless switched off."""
+    """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, unless `_off`."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op == "call_function" and (tagged or node.target is aten.scaled_dot_product_attention.default) and not _off(node)
 
@@ -76,7 +76,8 @@ def generator_buffer(program: ExportedProgram) -> str:
 
 
 def generator_buffers(program: ExportedProgram) -> tuple[str, ...]:
-    """Returns all buffers RNG.  They have a prefix if a rewritten program was saved, and loaded as (a part of) a model."""
+    """Returns the names of all buffers RNG.  They have a prefix if a rewritten program was saved, and loaded as a part of a
+    model."""
     buffers = program.graph_signature.inputs_to_buffers.values()
     return tuple([name for name in buffers if name.rpartition(".")[2] == RNG])
 
@@ -85,7 +86,7 @@ def with_generator(program: ExportedProgram, first: Tensor | None = None) -> Exp
     """Returns the program with random operators computed from a new buffer RNG, or the program itself if it draws nothing.
 
     `first`: the value of the buffer, int64 [2], for programs that share one; zeros by default.  Weights are shared, not copied.
-    Every random operation of the graph must be one that `can_rewrite`.
+    `can_rewrite` must be true for every random operation of the graph.
     """
     if not draws(program):
         return program
@@ -95,7 +96,7 @@ def with_generator(program: ExportedProgram, first: Tensor | None = None) -> Exp
     state, specs = add_buffer(graph, program.graph_signature.input_specs, RNG, torch.zeros(2, dtype=torch.int64, device=device))
     renamed: dict[str, str] = {}
     for node in [node for node in graph.nodes if node.target in RECURRENT and is_random(node)]:
-        renamed |= _stand_in(node, split_layers(node, _origin(node)))
+        renamed |= _substitute(node, split_layers(node, _origin(node)))
     first_draw = next(node for node in graph.nodes if is_random(node) or _draws_inside(node, root))
     renamed |= _rewrite(root, insert(first_draw, [state], schedule), itertools.count())
     (output,) = graph.find_nodes(op="output")
@@ -113,7 +114,8 @@ def _draws_inside(node: Node, module: GraphModule) -> bool:
 
 
 def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[str, str]:
-    """Rewrites the random operators of a graph and of the bodies in it.  Returns the renames of `_stand_in` in the graph itself."""
+    """Rewrites the random operators of a graph and of the bodies in it.  Returns the renames of `_substitute` in the graph
+    itself."""
     renamed: dict[str, str] = {}
     stream = Stream(shared=shared.meta["val"], numbers=numbers)
     for node in list(module.graph.nodes):
@@ -135,7 +137,7 @@ def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[
 
 
 def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
-    """Replaces a random operation by ordinary ones.  Returns the renames of `_stand_in`."""
+    """Replaces a random operation by ordinary ones.  Returns the renames of `_substitute`."""
     assert can_rewrite(node), node.format_node()
     flat, spec = pytree.tree_flatten((node.args, node.kwargs))
     operands = list(dict.fromkeys([leaf for leaf in flat if isinstance(leaf, Node)]))
@@ -147,21 +149,21 @@ def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
         args, kwargs = pytree.tree_unflatten([by_operand[leaf] if isinstance(leaf, Node) else leaf for leaf in flat], spec)
         return pytree.tree_map(_in_order, target(*args, **kwargs), node.meta["val"])
 
-    draws = insert(node, [shared, *operands], draw, table, _origin(node))
-    return _stand_in(node, {node: draws} if isinstance(draws, Node) else {user: draws[user.args[1]] for user in node.users})
+    results = insert(node, [shared, *operands], draw, table, _origin(node))
+    return _substitute(node, {node: results} if isinstance(results, Node) else {user: results[user.args[1]] for user in node.users})
 
 
-def _stand_in(node: Node, stand_ins: Mapping[Node, Node]) -> dict[str, str]:
-    """Replaces a node, or the getitem nodes of its results, by other nodes, which take over the names.  Returns old name -> new
-    name, which differ if one node replaces two."""
+def _substitute(node: Node, substitutes: Mapping[Node, Node]) -> dict[str, str]:
+    """Replaces a node, or the getitem nodes of its results, by other nodes, which get the old names.  Returns old name -> new name.
+    These differ if one node replaces two."""
     renamed: dict[str, str] = {}
-    for old, new in stand_ins.items():
+    for old, new in substitutes.items():
         old.replace_all_uses_with(new)
         node.graph.erase_node(old)
         if new.name not in renamed.values():
             new.name = old.name
         renamed[old.name] = new.name
-    if node not in stand_ins:
+    if node not in substitutes:
         node.graph.erase_node(node)
     return renamed
 
@@ -171,7 +173,7 @@ def _origin(node: Node) -> dict[str, Any]:
 
 
 def _in_order(tensor: Tensor, expected: Tensor) -> Tensor:
-    """Returns `tensor` with the memory order of axes that the rest of the program was exported for."""
+    """Returns `tensor` with its axes in the memory order of `expected`, which the rest of the program assumes."""
     order = axes_in_memory(expected)
     if order == axes_in_memory(tensor):
         return tensor
@@ -186,22 +188,22 @@ def _expand(graph: Graph) -> None:
         return
     shared = blocks[0].args[1]
     with shared.meta["val"].fake_mode:
-        many = torch.empty(2, dtype=torch.int64, device=shared.meta["val"].device)
-        traced = make_fx(partial(block, number=0))(many, shared.meta["val"])
+        example = torch.empty(2, dtype=torch.int64, device=shared.meta["val"].device)
+        traced = make_fx(partial(block, number=0))(example, shared.meta["val"])
     first, second = traced.graph.find_nodes(op="placeholder")
     (output,) = traced.graph.find_nodes(op="output")
     operations = [node for node in traced.graph.nodes if node.op == "call_function"]
-    once = {}
+    shared_nodes = {}
     with graph.inserting_before(blocks[0]):
         for operation in operations:
             if operation.args[0] is second:
-                once[operation] = graph.node_copy(operation, {second: shared}.__getitem__)
-                once[operation].meta = {"val": operation.meta["val"]}
+                shared_nodes[operation] = graph.node_copy(operation, {second: shared}.__getitem__)
+                shared_nodes[operation].meta = {"val": operation.meta["val"]}
     for node in blocks:
-        node_map = {first: node.args[0], **once}
+        node_map = {first: node.args[0], **shared_nodes}
         with graph.inserting_before(node):
             for operation in operations:
-                if operation not in once:
+                if operation not in shared_nodes:
                     node_map[operation] = graph.node_copy(operation, node_map.__getitem__)
                     node_map[operation].meta = {
                         **node.meta,
@@ -214,7 +216,7 @@ def _expand(graph: Graph) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
         for operation in reversed(operations):
-            if not node_map[operation].users and operation not in once:
+            if not node_map[operation].users and operation not in shared_nodes:
                 graph.erase_node(node_map[operation])
 
 
