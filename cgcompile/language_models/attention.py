@@ -100,8 +100,7 @@ class Pages:
 
 
 class Loop:
-    """Keeps the tokens of a loop outside the pages until it ends, because the body of a loop can only write the tensors that it
-    carries.
+    """Keeps the tokens of a loop outside the pages until it ends, because its body can only write tensors that it carries.
 
     `tail`: keys, then values, of each layer, (batch, key heads, turns, dim); `attend` replaces them.  `turn` (): the index of the
     iteration.  `start` (batch,): tokens in the pages.  `on_gpu`: whether the call runs on a GPU.  The body's tensors do not show

@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU of the CUDA driver.  `arch`: such as "sm_90"; `memory`: bytes."""
+    """A GPU that the CUDA driver reports.  `arch`: such as "sm_90"; `memory`: bytes."""
 
     name: str
     arch: str

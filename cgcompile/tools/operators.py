@@ -35,7 +35,7 @@ ON_HOST = "no Triton kernel: keep it on the host with --fallback-op, or build wh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorKind:
-    """An operator without its overloads, such as "aten.relu"; `kind` is a key of KINDS; `why` explains it, or is ""."""
+    """An operator without its overloads, such as "aten.relu"; `kind` is a key of KINDS; `why` is the reason, or ""."""
 
     name: str
     kind: str

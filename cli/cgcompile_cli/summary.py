@@ -173,7 +173,7 @@ def returned(entry: EntrySpec) -> list[tuple[TensorSpec, str]]:
 def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str, str, str, str]]:
     """Returns (in or out, name, dtype, shape, remark) of every input and output, and (in, name, type, value, remark) of the
     constants.  If there are no inputs or no outputs, they have a row `none`.  The remark is `(updated by the call)`, `(indices
-    0..99)`, `(shares memory with input x)`, how a constant is given, or ""."""
+    0..99)`, `(shares memory with input x)`, how a constant is passed, or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, entry, alias)})" for alias in entry.aliases}
     indices = {i: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for i, spec in enumerate(entry.inputs) if spec.range}
     updated = indices | dict.fromkeys(entry.mutated_inputs, UPDATED)

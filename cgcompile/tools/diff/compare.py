@@ -71,7 +71,7 @@ def _state_hash(bundle: BundleFiles) -> str:
 
 
 def _explained_files(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -> Iterator[str]:
-    """Yields files whose differences need no row of their own, because differences of `parts` already explain them.
+    """Yields files whose differences are not reported as rows, because differences of `parts` already explain them.
 
     All recordings are among them.  If two recordings differ without a reported difference, only bytes differ that no kernel reads.
     """

@@ -80,8 +80,8 @@ def measure_generation(
     - `rounds`: the number of new processes for the bundle and each baseline, and of timed runs in each process.
     - `threads`: CPU threads of a call.
 
-    A baseline that fails has a row with the reason.  Raises bench-failed for a bundle of another kind or one that does not run
-    here, baseline-unknown, source-missing for a `model` without config.json, and the errors of an invalid bundle.
+    A baseline that fails has a row with the reason.  Raises bench-failed for a bundle of another kind, or that does not run
+    here; baseline-unknown; source-missing for a `model` without config.json, and the errors of an invalid bundle.
     """
     bundle = Archive(os.fspath(path))
     verify.check_bundle(bundle)

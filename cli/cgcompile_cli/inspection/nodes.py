@@ -43,7 +43,7 @@ class Reference(NamedTuple):
 
 
 class NodeRow(NamedTuple):
-    """A node of a recording, or a whole copy or host step.
+    """A node of a recording, or a copy or host step.
 
     `kind` is kernel, memset, memcpy, empty, conditional, copy or host; `number` the node's position in its recording.  `what` is
     the kernel's symbol, or a description.  `after` are the nodes that it waits for; `early` those of them with programmatic edges.
