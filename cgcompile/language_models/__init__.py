@@ -1,1 +1,1 @@
-"""Makes models for a bundle from language models of transformers: from a folder in the Hub's layout, or by hand."""
+"""Makes models that a build accepts from language models of transformers: from a folder in the Hub's layout, or from a network."""

@@ -1,7 +1,8 @@
-"""Attention over pages: the cache of keys and values of a language model, divided into pages that requests allocate and free.
+"""Attention over pages: the cache of keys and values of a language model is divided into pages that requests allocate and free.
 
-A page holds PAGE tokens of one request, for every layer.  A *block table* lists the pages of a lane in the order of its tokens.
-Page 0 belongs to no request: lanes that are off and ignored tokens write zeros to it.
+A page holds PAGE tokens of one request, for every layer.  A *lane* is a row of the batch; a lane without a request is *off*.  A
+*block table* lists the pages of a lane in the order of its tokens.  Page 0 belongs to no request: lanes that are off and padding
+tokens write zeros to it.
 
 transformers calls the function registered as `paged` (AttentionInterface; transformers 5.17 and 5.23) with queries, keys and values
 of every layer, and with options of the model's family: soft caps, sinks.  Sliding windows and chunks come from comparison/probe.py.
@@ -31,7 +32,8 @@ NAME = "paged"
 
 
 def empty_pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros.  On the CPU they take no memory until they are written, so a machine without a GPU can build a large cache."""
+    """Returns zeros.  On the CPU they take no memory until they are written, so a machine without a GPU can build a model with a
+    large cache."""
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
     memory = mmap(-1, math.prod(shape) * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
@@ -39,7 +41,7 @@ def empty_pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 class Lanes(NamedTuple):
-    """The tokens of a call.  Every lane has `seq` tokens, and its first `count` are used.
+    """The tokens of a call.  Every lane has `seq` tokens: the first `count` are used, the others are padding.
 
     `start` (batch,): tokens already in the lane's pages; `count` (batch,): 0 for a lane that is off; `pages` (batch, blocks): the
     block table.  All int64.
@@ -50,7 +52,7 @@ class Lanes(NamedTuple):
     pages: Tensor
 
     def positions(self, seq: int) -> Tensor:
-        """Returns the position of every token in its text, int64 (batch, seq); ignored tokens get that of the last used one."""
+        """Returns the position of every token in its text, int64 (batch, seq); padding has that of the last used token."""
         step = torch.arange(seq, device=self.start.device)
         return self.start[:, None] + torch.minimum(step, (self.count - 1).clamp(min=0)[:, None])
 
@@ -85,23 +87,24 @@ class Pages:
         return paged_prefill(query, keys, values, lanes.pages, lanes.start, lanes.count, scores.sinks, *scores.numbers())
 
     def ends(self) -> Tensor:
-        """Returns the tokens of every lane, including those of this call, int64 (batch,)."""
+        """Returns the number of tokens of every lane, including those of this call, int64 (batch,)."""
         return self.lanes.start + self.lanes.count
 
     def put(self, kind: str, layer: int, rows: Tensor) -> Tensor:
-        """Writes `rows` (batch, key heads, seq, dim), where all lanes end together.  Returns the last tokens of each lane up to
-        these, as many as the block table has places, (batch, key heads, tokens, dim).  `kind`: "keys" or "values"."""
+        """Writes the used tokens of `rows` (batch, key heads, seq, dim), which is padded on the left.  Returns the rows of each
+        lane's last tokens, including these: (batch, key heads, tokens, dim), with as many tokens as the block table can hold.
+        `kind`: "keys" or "values"."""
         cache = getattr(self, kind)[layer]
         write(cache, as_wide(rows, cache.shape[3]).transpose(1, 2), self.lanes, last=True)
         return ending_together(cache, self.pages, self.ends(), self.ends())[..., : rows.shape[3]]
 
 
 class Loop:
-    """Keeps a loop's tokens outside the pages until it ends: the body of a loop can read its inputs and only write carried tensors.
+    """Keeps the tokens of a loop outside the pages until it ends, because its body can only write tensors that it carries.
 
-    `tail_keys`, `tail_values`: of each layer (batch, key heads, turns, dim), replaced by `attend`; `turn` (): the index of this
-    turn's token.  `start` (batch,): tokens in the pages.  `on_gpu`: whether the call runs on a GPU, which tensors in the body do
-    not show when the model is exported without one.
+    `tail`: keys, then values, of each layer, (batch, key heads, turns, dim); `attend` replaces them.  `turn` (): the index of the
+    iteration.  `start` (batch,): tokens in the pages.  `on_gpu`: whether the call runs on a GPU.  The body's tensors do not show
+    this if the model is exported without a GPU.
     """
 
     def __init__(
@@ -121,11 +124,11 @@ class Loop:
         """query (batch, 1, heads, dim), key and value (batch, 1, key heads, dim) -> (batch, 1, heads, dim)."""
         turns = torch.arange(self.tail[0].shape[2], device=query.device)
         tail_keys, tail_values = [
-            old.index_copy(2, self.turn.view(1), new.transpose(1, 2))
-            for old, new in zip(self.tail[2 * layer : 2 * layer + 2], (key, value), strict=True)
+            rows.index_copy(2, self.turn.view(1), new.transpose(1, 2))
+            for rows, new in zip(self.tail[2 * layer : 2 * layer + 2], (key, value), strict=True)
         ]
         self.tail[2 * layer], self.tail[2 * layer + 1] = tail_keys, tail_values
-        old, weight = paged_decode(
+        from_pages, pages_weight = paged_decode(
             query[:, 0], self.keys[layer], self.values[layer], self.pages, self.start + self.turn, self.start, scores.sinks,
             *scores.numbers(), self.on_gpu,
         )  # fmt: skip
@@ -136,25 +139,25 @@ class Loop:
         if scores.chunk:
             position = self.start + self.turn
             visible = visible & (self.start[:, None] + turns >= (position - position % scores.chunk)[:, None])
-        new, tail_weight = partials(query[:, 0], tail_keys, tail_values, visible, None, scores.scale, scores.softcap)
-        share = torch.sigmoid(weight - tail_weight)[..., None]  # exp(weight) / (exp(weight) + exp(tail_weight))
-        return (old * share + new * (1 - share))[:, None].to(query.dtype)
+        from_tail, tail_weight = partials(query[:, 0], tail_keys, tail_values, visible, None, scores.scale, scores.softcap)
+        share = torch.sigmoid(pages_weight - tail_weight)[..., None]  # exp(pages_weight) / (exp(pages_weight) + exp(tail_weight))
+        return (from_pages * share + from_tail * (1 - share))[:, None].to(query.dtype)
 
     def ends(self) -> Tensor:
-        """Returns the number of tokens of every lane, including that of this turn, int64 (batch,)."""
+        """Returns the number of tokens of every lane, including that of this iteration, int64 (batch,)."""
         return self.start + self.turn + 1
 
     def put(self, kind: str, layer: int, rows: Tensor) -> Tensor:
-        """`Pages.put` for one token of each lane; it is written to the tail."""
+        """Does what `Pages.put` does, for one token of each lane, which is written to the tail."""
         cache, index = getattr(self, kind)[layer], 2 * layer + (kind == "values")
         self.tail[index] = self.tail[index].index_copy(2, self.turn.view(1), as_wide(rows, cache.shape[3]))
         return ending_together(cache, self.pages, self.start, self.ends(), self.tail[index])[..., : rows.shape[3]]
 
 
 class Scores(NamedTuple):
-    """How a layer turns products into probabilities: times `scale`, limited by `softcap` (0.0: no limit), over the last `window`
-    tokens (0: all) or the token's own `chunk` (0: all).  `sinks` (heads,): logits that take a share of the probability without a
-    value."""
+    """How a layer computes probabilities from the products of queries and keys.  Products are multiplied by `scale` and limited by
+    `softcap` (0.0: no limit).  A token sees the last `window` tokens (0: all), or those in its chunk of `chunk` tokens (0: all).
+    `sinks` (heads,): logits in the softmax that have no value."""
 
     scale: float
     window: int
@@ -173,7 +176,7 @@ def attention(
     """The function that transformers calls: query (1, heads, tokens, dim), key and value (1, key heads, tokens, dim), with the
     lanes concatenated in `tokens` -> (1, tokens, heads, dim).
 
-    There is no mask, because none is registered as `paged`: `cache.layers` defines which tokens are visible.
+    `attention_mask` is None, because no mask function is registered as `paged`; `cache.layers` defines which tokens are visible.
     """
     layer, dim = cache.layers[module.layer_idx], value.shape[-1]
     by_lane = [as_wide(tensor, layer.dim)[0].transpose(0, 1).unflatten(0, (cache.batch, -1)) for tensor in (query, key, value)]
@@ -184,7 +187,7 @@ def attention(
 
 
 def as_wide(rows: Tensor, dim: int) -> Tensor:
-    """Pads the last axis with zeros, because keys and values of a cache have one width."""
+    """Pads the last axis to `dim` with zeros, because the keys and values of a layer have one width in the cache."""
     return rows if rows.shape[-1] == dim else F.pad(rows, (0, dim - rows.shape[-1]))
 
 
@@ -192,8 +195,8 @@ AttentionInterface.register(NAME, attention)
 
 
 def write(cache: Tensor, rows: Tensor, lanes: Lanes, *, last: bool = False) -> None:
-    """Writes the first used rows of (batch, seq, key heads, dim), or the `last` ones, to a layer's pages.  Ignored rows write zeros
-    to page 0, which therefore never changes."""
+    """Writes the first `count` of each lane's `rows` (batch, seq, key heads, dim), or the `last` ones, to a layer's pages.  Padding
+    writes zeros to page 0, which therefore stays zero."""
     step = torch.arange(rows.shape[1], device=rows.device)
     if last:
         step = step + (lanes.count - rows.shape[1])[:, None]
@@ -205,10 +208,11 @@ def write(cache: Tensor, rows: Tensor, lanes: Lanes, *, last: bool = False) -> N
 
 
 def ending_together(cache: Tensor, pages: Tensor, paged: Tensor, end: Tensor, tail: Tensor | None = None) -> Tensor:
-    """Returns the last tokens of every lane up to `end` (batch,), as many as its pages can hold, (batch, key heads, tokens,
-    dim).  The first `paged` (batch,) tokens of its text are in the pages, the others in `tail` (batch, key heads, turns, dim).
+    """Returns the rows of every lane's last tokens before position `end` (batch,): (batch, key heads, tokens, dim), with as many
+    tokens as its pages can hold.  The first `paged` (batch,) tokens of a text are in the pages, the others in `tail` (batch, key
+    heads, turns, dim).
 
-    Positions before a text's first token contain data of another token.
+    Rows before a text's first token contain data of other tokens; the attention mask excludes them.
     """
     width = pages.shape[1] * PAGE
     position = end[:, None] - width + torch.arange(width, device=end.device)

@@ -1,18 +1,18 @@
-"""A decoder of transformers with its cache, as entries for a server: chunks of prompts, a token for every lane, or several tokens.
+"""A decoder of transformers with its cache, in the form of entries that a server calls.  A *lane* is a row of the batch.
 
 Four entries share the weights and the cache of keys and values, which is divided into pages (attention.py):
 
     prefill   reads a chunk of a prompt for each lane, of any length up to `seq`, and chooses the next token
     decode    reads one token for each lane, and chooses the next one
-    generate  up to `turns` tokens for each lane in one launch, until a stop token or the lane's limit
+    generate  chooses up to `turns` tokens for each lane in one launch, until a stop token or the lane's limit
     choose    chooses the next token of lanes whose token is restricted by a grammar or by biases
 
-A mask of tokens is known only after the previous token.  So `prefill` and `decode` take no mask.  A lane that is `deferred` stores
-its logits in its slot, the CPU computes its mask meanwhile, and `choose` applies it.  Other lanes store only zeros.
+The mask of allowed tokens depends on the previous token.  So `prefill` and `decode` take no mask.  A lane that is `deferred` stores
+its logits in its slot.  Meanwhile the CPU computes the mask, which `choose` applies.  Other lanes write zeros to slot 0.
 
 The pages of a lane are an input; the caller allocates them.  Between two calls a request may start, end, or pass its pages to
-another one.  Its *slot* is an input, too: a row of the data that the device keeps for a request.  Page 0 and slot 0 belong to no
-request.  A lane that is off has count 0 (`generate`: limit 0), pages 0 and slot 0, and changes nothing.
+another request.  Its *slot* is also an input: a row of the buffers with the data of requests.  Page 0 and slot 0 belong to no
+request.  A lane without a request is *off*: it has count 0 (`generate`: limit 0), pages 0 and slot 0, and changes nothing.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from .sampling import Restriction, Sampling, alternatives, log_probability, rest
 from .settings import PAGE
 
 STOPS = 8
-"""Maximum stop tokens of a lane; -1 is none."""
+"""Maximum number of stop tokens of a lane; -1 stands in unused positions."""
 
 Result = dict[str, Tensor]
 
 
 class CausalLM(nn.Module):
-    """A model of transformers with its cache.  Its attention is `paged`, or its own attention over keys in pages
+    """A model of transformers with its cache.  It uses the attention `paged`, or the model's own attention over keys in pages
     (architectures/lane_cache.py).
 
     Calls change these buffers: `keys_N` and `values_N` of the N-th layer with keys, (pages, key heads, PAGE, dim); `state_N`,
     (slots, ...), of layers with a state; `seen`, bool (slots, vocabulary), the tokens that occur in a slot's text; `deferred` and
-    `biases`, float32 (slots, vocabulary), logits for `choose` and what it adds to them.
+    `biases`, float32 (slots, vocabulary), the logits for `choose` and the biases that it adds to them.
     """
 
     def __init__(self, network: Any, pages: int, slots: int, turns: int) -> None:
-        """`network`: from `networks`, with attention over pages.  `pages` of PAGE tokens and `slots`, both including number 0;
-        `turns`: the maximum number of tokens of `generate`.  Raises language-model-refused."""
+        """`network`: from `networks`, with attention over pages.  `pages` (of PAGE tokens) and `slots`: how many there are, with
+        number 0.  `turns`: the maximum number of tokens of a call of `generate`.  Raises language-model-refused."""
         super().__init__()
         self.network = ropes_by_length(network)
         self.by_length, self.reread_at = depends_on_length(network.config), reread_length(network)
@@ -84,17 +84,18 @@ class CausalLM(nn.Module):
         """Reads the first `count` (batch,) of the tokens `ids` (batch, seq), after the `start` (batch,) tokens in the lane's pages;
         `start` 0 begins a new text.  `pages` (batch, blocks) includes the pages for the chunk; `slot` (batch,).  All int64.
 
-        Consecutive lanes may be consecutive pieces of one text, with its pages and slot: all are written before any is read.  The
-        slot only records the tokens of one of them.  So texts with a `penalty` need a single lane, and so do models with states.
+        Consecutive lanes may hold consecutive chunks of one text, with its pages and slot: every layer writes all lanes before it
+        reads.  But the slot records the tokens of only one lane.  So texts with a `penalty` need a single lane, and models with
+        states do, too.
 
-        Returns `token`, int64 (batch,), the token after the chunk, which is valid at the end of the prompt; `logprob`, float32
+        Returns `token`, int64 (batch,), the token after the chunk, valid only at the end of the prompt; `logprob`, float32
         (batch,); `top_token`, int64, and `top_logprob`, float32 (batch, 20), zeros unless `sampling.alternatives` requests them.
 
         If `sampling.deferred` is 1, the logits are stored in the lane's slot, and the token of `choose` replaces this one.
 
         `length`, int64 (batch,), is the length of the whole prompt, for models whose rope depends on the length of a text.  Some of
-        these read a text again when it exceeds their original context: `reread`, bool (batch,), says that this is the next step.
-        The caller then reads the text from its start, including the token of this call, with its new length as `length`.
+        these models must read a text again when it exceeds their original context.  They also return `reread`, bool (batch,).  If
+        it is True, the caller next reads the text from its start, with the token of this call and its new length as `length`.
         """
         lanes = Lanes(start, count, pages)
         batch, seq = ids.shape
@@ -108,7 +109,7 @@ class CausalLM(nn.Module):
         seen = seen.scatter(1, torch.where(used, ids, ids[:, :1]), True) & (count > 0)[:, None]
         self.seen[slot] = seen
         deferred = (sampling.deferred > 0) & (count > 0)
-        self.deferred[torch.where(deferred, slot, 0)] = torch.where(deferred[:, None], logits, 0.0)  # one lane per slot
+        self.deferred[torch.where(deferred, slot, 0)] = torch.where(deferred[:, None], logits, 0.0)  # their slots differ
         return self._chosen(logits, logits, seen, start + count, sampling) | self._reread(start + count)
 
     def decode(self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling) -> Result:
@@ -122,9 +123,9 @@ class CausalLM(nn.Module):
         self.biases[slot] = torch.where(slot[:, None] > 0, biases, 0.0)
         return self._chosen(logits, restricted(logits, biases, restriction.mask), self.seen[slot], place, sampling)
 
-    def _chosen(self, logits: Tensor, weighed: Tensor, seen: Tensor, place: Tensor, sampling: Sampling) -> Result:
-        """Samples tokens from `weighed`, and returns them with their log-probabilities in `logits`."""
-        token = sample(weighed, seen, place, sampling)
+    def _chosen(self, logits: Tensor, adjusted: Tensor, seen: Tensor, place: Tensor, sampling: Sampling) -> Result:
+        """Samples tokens from the logits `adjusted`.  Returns them with their log-probabilities according to `logits`."""
+        token = sample(adjusted, seen, place, sampling)
         best, logprobs = alternatives(logits, sampling.alternatives)
         return {"token": token, "logprob": log_probability(logits, token), "top_token": best, "top_logprob": logprobs}
 
@@ -132,16 +133,16 @@ class CausalLM(nn.Module):
         self, ids: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling, stop: Tensor, limit: Tensor
     ) -> Result:
         """Continues after a token of each lane, `ids` (batch, 1), until a token of `stop` (batch, 8), -1 for none, or until `limit`
-        (batch,) tokens, at most `turns`.  The lane's pages need places for all tokens that are read: `start + limit`.  All int64.
+        (batch,) tokens, at most `turns`.  The lane's pages need space for all tokens that are read: `start + limit`.  All int64.
 
-        Returns `tokens`, int64 (batch, turns), with the stop token and then -1; `logprobs`, float32, the same shape; `count`, int64
-        (batch,); and `reread` as `prefill`: a lane ends there, too.
+        Returns `tokens`, int64 (batch, turns), which end with the stop token and then -1; `logprobs`, float32, the same shape;
+        `count`, int64 (batch,); and `reread` as in `prefill`.  A lane also ends when its text must be read again.
         """
         batch = ids.shape[0]
         tail, states = self._tail(batch, self.turns), self._states(start, slot)
         turns, on_gpu = torch.arange(self.turns, device=ids.device), ids.device.type != "cpu"
 
-        def more(turn: Tensor, token: Tensor, counts: Tensor, on: Tensor, *_: Tensor) -> Tensor:
+        def unfinished(turn: Tensor, token: Tensor, counts: Tensor, on: Tensor, *_: Tensor) -> Tensor:
             return (turn < self.turns) & on.any()
 
         def step(
@@ -158,26 +159,26 @@ class CausalLM(nn.Module):
             logits, new_carried = self._turn(token[:, None], start, turn, on, pages, carried, on_gpu)
             new = sample(logits, seen, start + turn + 1, sampling)
             logprob = log_probability(logits, new)
-            now = (turns == turn) & on[:, None]
+            column = (turns == turn) & on[:, None]
             counts = counts + on
             on = on & (new[:, None] != stop).all(1) & (counts < limit)
             if self.reread_at:
                 on = on & (start + turn + 1 != self.reread_at)
             return (
-                turn + 1, new, counts, on, torch.where(now, new[:, None], tokens),
-                torch.where(now, logprob[:, None], logprobs), seen, *new_carried,
+                turn + 1, new, counts, on, torch.where(column, new[:, None], tokens),
+                torch.where(column, logprob[:, None], logprobs), seen, *new_carried,
             )  # fmt: skip
 
         zero = torch.zeros_like(start)
         tokens = torch.full((batch, self.turns), -1, dtype=torch.int64, device=ids.device)
         begin = (zero[0].clone(), ids[:, 0].clone(), zero, limit > 0, tokens, tokens * 0.0, self.seen[slot], *tail, *states)
-        _, _, counts, _, tokens, logprobs, seen, *carried = while_loop(more, step, begin)
+        _, _, counts, _, tokens, logprobs, seen, *carried = while_loop(unfinished, step, begin)
         self._keep(carried, Lanes(start, counts, pages), slot)
         self.seen[slot] = seen & (limit > 0)[:, None]
         return {"tokens": tokens, "logprobs": logprobs, "count": counts} | self._reread(start + counts)
 
     def _reread(self, place: Tensor) -> Result:
-        """Returns whether the text must be read again from its start, with its new length, before its token at `place` is read."""
+        """Returns `reread`: whether the text must be read again from its start, with its new length, before its token `place`."""
         return {"reread": place == self.reread_at} if self.reread_at else {}
 
     def _cache(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -191,7 +192,7 @@ class CausalLM(nn.Module):
         ]
 
     def _states(self, start: Tensor, slot: Tensor) -> list[Tensor]:
-        """Returns the states of every lane: zeros for a new text."""
+        """Returns the states of every lane, zeros at the start of a text."""
         states = [self.get_buffer(f"state_{number}")[slot] for number in range(len(self.kept.states))]
         return [where_lanes(start > 0, state, torch.zeros_like(state)) for state in states]
 
@@ -209,8 +210,8 @@ class CausalLM(nn.Module):
     def _turn(
         self, ids: Tensor, start: Tensor, turn: Tensor, on: Tensor, pages: Tensor, carried: Sequence[Tensor], on_gpu: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the logits after one token of each lane, `ids` (batch, 1), in turn `turn` of a loop, and the tensors that the
-        loop carries on: the tail of every layer, and states, which do not change in lanes that are not `on`."""
+        """Returns the logits after one token of each lane, `ids` (batch, 1), in iteration `turn` of a loop.  Also returns the new
+        carried tensors: the tail of every layer, and states, which change only in lanes that are `on`."""
         tail, states = carried[: 2 * len(self.layers)], carried[2 * len(self.layers) :]
         tokens = Loop(*self._cache(), self.layers, tail, pages, start, turn, on_gpu)
         places = torch.where(on, start + turn, 0)[:, None]
@@ -223,9 +224,9 @@ class CausalLM(nn.Module):
         return logits, kept + [where_lanes(on, *pair) for pair in zip(cache.states, states, strict=True)]
 
     def _read(self, ids: Tensor, lanes: Lanes, slot: Tensor, length: Tensor | None) -> Tensor:
-        """`prefill` of a model that takes a row for every lane; returns its logits.
+        """Runs the network of `prefill` if it takes one row for each lane.  Returns its logits.
 
-        A state covers all tokens of its row, padding too.  So layers with states read tokens one by one.
+        A state depends on all tokens of its row, also on padding.  So models with states read tokens one by one.
         """
         seq = ids.shape[1]
         states = self._states(lanes.start, slot)
@@ -240,7 +241,7 @@ class CausalLM(nn.Module):
     def _read_one_by_one(self, ids: Tensor, lanes: Lanes, slot: Tensor, states: Sequence[Tensor]) -> Tensor:
         (batch, seq), on_gpu = ids.shape, ids.device.type != "cpu"
 
-        def more(turn: Tensor, *_: Tensor) -> Tensor:
+        def unfinished(turn: Tensor, *_: Tensor) -> Tensor:
             return turn < lanes.count.max()
 
         def step(turn: Tensor, logits: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
@@ -251,12 +252,12 @@ class CausalLM(nn.Module):
 
         logits = torch.zeros(batch, self.vocabulary, device=ids.device)
         begin = (torch.zeros_like(lanes.start[0]), logits, *self._tail(batch, seq), *states)
-        _, logits, *carried = while_loop(more, step, begin)
+        _, logits, *carried = while_loop(unfinished, step, begin)
         self._keep(carried, lanes, slot)
         return logits
 
     def lane_logits(self, ids: Tensor, places: Tensor, cache: LaneCache, length: Tensor | None) -> Tensor:
-        """ids and places (batch, seq), where all lanes end together -> float32 (batch, vocabulary), of each lane's last token."""
+        """ids and positions (batch, seq), padded on the left -> logits of each lane's last token, float32 (batch, vocabulary)."""
         if self.by_length:
             places = with_length(places, length)
         values = {
@@ -269,7 +270,7 @@ class CausalLM(nn.Module):
     def logits(
         self, ids: Tensor, places: Tensor, cache: Pages | Loop | Probe, rows: Tensor, length: Tensor | None = None
     ) -> Tensor:
-        """ids and places (batch, seq) -> float32 (len(rows), vocabulary), of the tokens at `rows`, with the lanes concatenated.
+        """ids and positions (batch, seq) -> logits, float32 (len(rows), vocabulary), of tokens at `rows` in the concatenated lanes.
 
         `length` (batch,): of the prompts, as in `prefill`.
         """

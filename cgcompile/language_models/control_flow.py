@@ -1,8 +1,9 @@
-"""Branches and loops of a graph.  Without a graph they run as Python code, because torch.cond and torch.while_loop would compile
-their functions at every call.
+"""Branches and loops in exported programs.  Eager PyTorch runs them as Python code, because torch.cond and torch.while_loop would
+compile their functions at every call.
 
-During an export, torch.cond and torch.while_loop trace their functions with Dynamo, which finds the tensors that they read from
-enclosing functions.  Functions that read only their arguments do not need it.  Without Dynamo, tracing takes a third of the time.
+During an export, torch.cond and torch.while_loop trace their functions with Dynamo.  It finds the tensors that they read from
+enclosing functions.  Functions that read only their arguments do not need this, and tracing without Dynamo takes a third of the
+time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Outputs: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 def cond(condition: Tensor, true: Callable[..., Outputs], false: Callable[..., Outputs], operands: tuple[Tensor, ...]) -> Any:
-    """`torch.cond` of functions that read only `operands`, and return a tensor or several."""
+    """Does what `torch.cond` does, for functions that read only `operands`."""
     if torch.compiler.is_dynamo_compiling():
         return torch.cond(condition, true, false, operands)
     if torch.compiler.is_compiling():
@@ -29,14 +30,14 @@ def cond(condition: Tensor, true: Callable[..., Outputs], false: Callable[..., O
 def closed_while_loop(
     condition: Callable[..., Tensor], body: Callable[..., Any], carried: tuple[Tensor, ...], others: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """`torch.while_loop` of functions that read only their arguments: the carried tensors, then `others`."""
+    """Does what `torch.while_loop` does, for functions that read only their arguments: the carried tensors, then `others`."""
     if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
         return torch.ops.higher_order.while_loop(condition, body, carried, others)
     return while_loop(lambda *values: condition(*values, *others), lambda *values: body(*values, *others), carried)
 
 
 def while_loop(condition: Callable[..., Tensor], body: Callable[..., Any], carried: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`torch.while_loop`."""
+    """Does what `torch.while_loop` does, also for functions that read other tensors."""
     if torch.compiler.is_compiling():
         return torch.while_loop(condition, body, carried)
     while condition(*carried):
@@ -45,7 +46,7 @@ def while_loop(condition: Callable[..., Tensor], body: Callable[..., Any], carri
 
 
 def _with_tuple(function: Callable[..., Outputs]) -> Callable[..., tuple[Tensor, ...]]:
-    """Returns the function with a tuple as its result: Inductor does not lower a branch that returns a tensor alone."""
+    """Makes the function return a tuple, because Inductor does not lower a branch that returns a single tensor."""
 
     def call(*operands: Tensor) -> tuple[Tensor, ...]:
         outputs = function(*operands)

@@ -15,11 +15,12 @@ from .sampling import BIASES, Restriction, Sampling, words_of
 from .settings import PAGE
 
 EXAMPLE_TURNS = 5
-"""Maximum tokens of an example of `generate`: a build runs it in eager PyTorch, and all turns are alike."""
+"""Maximum number of tokens of an example of `generate`: a build runs it in eager PyTorch, and all iterations are alike."""
 
 UNREAD = 2
-"""An example lane starts after at most a page plus this many tokens per new token.  Their keys and values are zeros in the first
-call. Hundreds of zeros increase rounding a hundredfold (SmolLM2: 5e-4 of the log-probabilities, without zeros 2e-5)."""
+"""An example lane has at most a page of earlier tokens, plus this number for each new token.  Keys and values of earlier tokens are
+zeros in the first call.  Hundreds of zeros increase rounding errors a hundredfold (SmolLM2: 5e-4 of the log-probabilities, without
+zeros 2e-5)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +35,7 @@ class ExampleInputs:
     adapters: int = 0
 
     def entries(self) -> dict[str, Callable[..., tuple[object, ...]]]:
-        """Returns the entries of a CausalLM and the functions that make their inputs; without `generate` if `turns` is 0."""
+        """Maps the entries of a CausalLM to functions that make their inputs; without `generate` if `turns` is 0."""
         makers: dict[str, Callable[..., tuple[object, ...]]] = {
             "prefill": self.prefill, "decode": self.decode, "choose": self.choose,
         }  # fmt: skip
@@ -51,7 +52,7 @@ class ExampleInputs:
         return self._chunks(batch, 1, blocks)
 
     def generate(self, batch: int, blocks: int) -> tuple[object, ...]:
-        """Makes the token of each lane after which generation continues."""
+        """Makes the token of each lane after which `generate` continues, and the number of tokens to generate."""
         ids, _, start, pages, *others = self._chunks(batch, 1, blocks)
         capacity = (pages > 0).sum(1) * PAGE
         limit = torch.minimum(capacity - start, torch.randint(1, min(self.turns, EXAMPLE_TURNS) + 1, (batch,))).clamp(min=0)
@@ -90,7 +91,7 @@ class ExampleInputs:
 
 
 def sampling_of(batch: int) -> Sampling:
-    """Returns lanes with different kinds of sampling."""
+    """Returns parameters for lanes that are greedy and lanes that sample with all filters, alternately."""
     warm = torch.arange(batch) % 2
     return Sampling(
         temperature=warm * 0.8, top_k=warm * 20, top_p=1 - warm * 0.1, penalty=1 + warm * 0.1,

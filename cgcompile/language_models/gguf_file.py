@@ -23,7 +23,7 @@ EXTRA = "pip install 'transformers>=5' 'gguf>=0.17' 'accelerate>=1.1'"
 MAGIC = b"GGUF"
 
 MARK = ".from_gguf"
-"""A file in every folder that this module writes.  Others are not replaced: they may hold the only copy of a model."""
+"""A file in every folder that this module writes.  Folders without it are not replaced: they may hold the only copy of a model."""
 
 
 def check_gguf(label: str, folder: Path, force: bool) -> None:
@@ -51,7 +51,7 @@ def check_gguf(label: str, folder: Path, force: bool) -> None:
 def write_folder(label: str, folder: Path) -> None:
     """Writes the folder of a GGUF file, or replaces one that this function wrote.  Raises folder-invalid for a file that
     transformers cannot read."""
-    import torch  # late: `check_gguf` does not need them
+    import torch  # imported here, because `check_gguf` needs neither torch nor transformers
     import transformers
     from transformers import modeling_gguf_pytorch_utils as reader
 
@@ -61,7 +61,7 @@ def write_folder(label: str, folder: Path) -> None:
     path = Path(label).resolve()
     options = {"gguf_file": path.name, "local_files_only": True}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    bar = reader.tqdm  # `quiet` does not disable it
+    bar = reader.tqdm  # a progress bar that `quiet` does not disable
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
         written = os.path.join(scratch, "folder")
         try:

@@ -21,12 +21,12 @@ from .comparison.probe import takes_paged
 from .comparison.refusal import error_text
 
 PLAIN_ROPES = {"default", "mrope", "su"}
-"""Rope types that models compute themselves, in addition to those of transformers' functions."""
+"""Rope types that the code of a model computes; transformers has no function for them."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Disables transformers' warnings and progress bars: errors in a folder are raised."""
+    """Disables transformers' warnings and progress bars in the block; errors in a folder are still raised."""
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -94,7 +94,7 @@ def without_collection(network: PreTrainedModel) -> PreTrainedModel:
     """Removes the decorators that collect hidden states, because they write to an object outside the call.
 
     torch 2.11 refuses a `while_loop` whose body does that.  The decorators (transformers 5.17, 5.23) otherwise only set default
-    arguments, which this model passes.
+    arguments, which CausalLM passes.
     """
     for module in network.modules():
         forward = type(module).forward

@@ -1,8 +1,9 @@
 """Ropes that depend on the length of the text, and query temperatures that depend on the position.
 
-transformers chooses the factors of `longrope` and `dynamic` ropes by the longest position of a call, which may belong to another
-request. `generate` of a single prompt chooses them by the prompt's length for the prompt's tokens, and by the position for a later
-token.  So a token's position id carries its text's length in the upper 32 bits.
+transformers chooses the factors of `longrope` and `dynamic` ropes by the largest position of a call, which may belong to another
+request.  But every text must be that of `generate` for its prompt alone.  For one prompt, `generate` chooses the factors of the
+prompt's tokens by the prompt's length, and those of a later token by its position.  So a position id also contains the length of
+its text, in the upper 32 bits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def depends_on_length(config: PretrainedConfig) -> bool:
 
 
 def reread_length(network: PreTrainedModel) -> int:
-    """Returns the number of tokens at which `generate` reads a text again from its start, with other factors; 0 for none."""
+    """Returns the length at which transformers' `generate` reads a text again from its start, with other factors; 0 for never."""
     prepare = type(network).prepare_inputs_for_generation.__code__
     config = network.config
     if "original_max_position_embeddings" in prepare.co_names and depends_on_length(config):
@@ -41,7 +42,7 @@ def reread_length(network: PreTrainedModel) -> int:
 
 
 def ropes_by_length(network: PreTrainedModel) -> PreTrainedModel:
-    """Replaces ropes by ropes whose position ids carry lengths."""
+    """Replaces ropes that depend on lengths, in place, by modules that read the lengths from position ids."""
     for name, module in list(network.named_modules()):
         kind = getattr(module, "rope_type", None)
         if kind in BY_LENGTH:
@@ -100,8 +101,8 @@ def rotation(angles: Tensor, scale: Tensor | float, dtype: torch.dtype) -> tuple
 
 
 def temperatures_by_place(network: PreTrainedModel) -> PreTrainedModel:
-    """Lets attention scale queries by position, for Llama 4 layers without rope: the model's own code would count the tokens of the
-    call instead."""
+    """Makes `attention` scale the queries of Llama 4 layers without rope by position, in place.  The model's own code would use the
+    index of a token in the call."""
     for module in network.modules():
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             module.attn_temperature_tuning = False

@@ -1,4 +1,4 @@
-"""Makes the recipe of a folder: a model that is compared with transformers and can be built."""
+"""Makes the `Recipe` of a folder in the Hub's layout, whose model is compared with transformers before a build."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def language_model(
     """Returns the recipe and the settings of a folder.  `weights`: int8, or None for the folder's own.  `adapters`: how many LoRA
     adapters a loaded bundle holds, with a rank of at most `adapter_rank`.
 
-    For `gpu`, `recorded` and errors see `settings_for`.  Making the model raises folder-invalid, language-model-refused.
+    For `gpu`, `recorded` and errors see `settings_for`.  Creating the model raises folder-invalid, language-model-refused.
     """
     model_folder = read_folder(folder)
     config = folder_configuration(folder)
@@ -46,7 +46,7 @@ def language_model(
 
 
 class ComparedModel:
-    """Makes the model of a folder.  The first call compares it with transformers; forked processes rely on that comparison."""
+    """Makes the model of a folder.  Only the first call compares it with transformers; forked processes skip this."""
 
     def __init__(self, folder: str, settings: Settings, weights: str | None) -> None:
         self._folder, self._settings, self._weights, self._compared = folder, settings, weights, False
@@ -78,7 +78,7 @@ class ComparedModel:
         return model.eval()
 
     def adapter_inputs(self) -> tuple[object, ...]:
-        """Returns example inputs of `load_adapter`.  Call it after the model was made."""
+        """Returns example inputs of `load_adapter`.  Needs a model, from an earlier call of this object."""
         return adapter_inputs(self._alike, self._settings.adapters, self._settings.rank)
 
 

@@ -54,8 +54,8 @@ GREEDY = (0.0, 0, 1.0, 1.0, 0, 0, 0.0, 0)
 
 
 class Restriction(NamedTuple):
-    """Restrictions of a lane's next token: a mask, for example of a grammar, and biases of some tokens.  A slot keeps its biases,
-    so that a call only brings changes; a mask is new for every token.
+    """Restrictions of a lane's next token: a mask, for example of a grammar, and biases of some tokens.  A slot keeps its biases
+    between calls, so that a call passes only changes.  The mask is passed for every token.
 
     `mask`: int32 (batch, words), a bit for every token, 1 if it is allowed; token 0 is the lowest bit of the first word.  `token`,
     `bias`: int64 and float32 (batch, BIASES), biases to set; a token may occur twice with the same bias.  `fresh`: int64 (batch,),
@@ -89,8 +89,8 @@ def sample(logits: Tensor, seen: Tensor, place: Tensor, sampling: Sampling) -> T
 
 
 def filtered(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Sets logits to -inf that top-k, top-p or min-p exclude.  The thresholds of top-k and top-p are found exactly by bisection,
-    without sorting: floats as integers have the same order, so 32 halvings suffice."""
+    """Sets the logits to -inf that top-k, top-p or min-p exclude.  Bisection finds the exact thresholds of top-k and top-p without
+    sorting.  The bits of floats as integers have the order of the floats, so 32 steps suffice."""
     order = logits.view(torch.int32).to(torch.int64)
     order = torch.where(order < 0, order ^ 0x7FFFFFFF, order)
     least = torch.where(top_k > 0, top_k, logits.shape[1]).clamp(max=logits.shape[1])
@@ -100,17 +100,18 @@ def filtered(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     threshold = largest(order, weight, top_p.clamp(0.0, 1.0) * weight.sum(-1))
     keep = as_float(torch.maximum(kth, torch.where(top_p < 1, threshold, kth)))
     keep = torch.maximum(keep, logits.amax(-1) + min_p.log())[:, None]
-    return torch.where(logits >= keep, logits, float("-inf"))  # compares floats, so that a build detects that rounding may decide
+    return torch.where(logits >= keep, logits, float("-inf"))  # compares floats: a build then detects that rounding may decide
 
 
 def as_float(order: Tensor) -> Tensor:
-    """Returns the float32 at a position in the order of all floats, int64; lower positions become -inf."""
+    """Returns the float32 at an int64 position in the order of all floats.  Positions below -inf return -inf."""
     order = order.clamp(min=LOWEST)
     return torch.where(order < 0, order ^ 0x7FFFFFFF, order).to(torch.int32).view(torch.float32)
 
 
 def largest(order: Tensor, weight: Tensor, least: Tensor) -> Tensor:
-    """Returns the largest threshold, int64 (batch,), at or above which `order` has a total `weight` of `least` (batch,)."""
+    """Returns the largest threshold, int64 (batch,), for which the `weight` of elements with `order` >= threshold is in total at
+    least `least` (batch,)."""
 
     def more(low: Tensor, high: Tensor, *_: Tensor) -> Tensor:
         return (high - low > 1).any()
@@ -130,7 +131,7 @@ def exponential(seed: Tensor, place: Tensor, count: int) -> Tensor:
     element, other = torch.broadcast_tensors(torch.arange(count, device=seed.device) & WORD, (place & WORD)[:, None])
     key = seed[:, None] & WORD
     for turn in range(10):
-        product = element * (MULTIPLIER - (1 << 32))  # 2^32 * element is added separately, so that this stays below 2^63
+        product = element * (MULTIPLIER - (1 << 32))  # 2^32 * element is added separately, so that the product stays below 2^63
         element, other = (((product >> 32) + element) & WORD) ^ ((key + turn * BUMP) & WORD) ^ other, product & WORD
     uniform = ((element.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log1p(-uniform)

@@ -1,4 +1,4 @@
-"""Chooses sizes and dtype of a language model: from the user, else from its configuration and the machine.
+"""Chooses sizes and dtype of a language model from the user's options, else from its configuration and the machine.
 
 Imports no torch.
 """
@@ -19,20 +19,21 @@ PAGE = 16
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 LONGEST_GPU, LONGEST_CPU = 8192, 2048
-"""Default maximum tokens of a text; the cache is reserved for every lane."""
+"""Default maximum number of tokens of a text.  By default a load reserves this much cache for every lane."""
 
 LANES_GPU, LANES_CPU = (1, 8, 32), (1, 4)
 CHUNKS_GPU, CHUNKS_CPU = (128, 512), (64,)
-"""Prompt tokens of one call."""
+"""Default numbers of prompt tokens in one call."""
 
 PIECE = 64
-"""Prompt tokens in a lane of such a call, as many as a program of kernels/prefill.py processes.  Several prompts share a call."""
+"""Prompt tokens in each lane of such a call, if it has several: as many as a Triton program of kernels/prefill.py processes.  So
+several prompts can share a call."""
 
 RANK, LARGEST_RANK = 16, 512
 """Default maximum rank of adapters, and the limit of this option."""
 
 OF_A_LANE = 2
-"""Minimum pages of each lane when the build runs the model; there is always space for one text of full length."""
+"""Pages per lane in the cache of a build.  The cache also has space for at least one text of full length."""
 
 TURNS_GPU = 32
 """Maximum tokens of one call of `generate`.  On a CPU the overhead of a call is small, and `decode` suffices."""
@@ -49,10 +50,10 @@ UNKNOWN_GPU = 32 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """`context`: tokens of the longest text; `lanes`: texts in one call; `chunks`: prompt tokens of a call, in lanes of `piece`
-    tokens, 0 for one lane; `turns`: of `generate`, 0 for none; `pages` and `slots`: as in CausalLM, the minimum for a load;
-    `most_pages`: the number that fills all lanes; `page_bytes`: approximate bytes of a page; `adapters`: the size of the bank, 0
-    for none; `rank`: their maximum rank."""
+    """`context`: tokens of the longest text.  `lanes`: texts in one call.  `chunks`: prompt tokens of a prefill call; `piece`:
+    tokens in each of its lanes, 0 if it has one lane.  `turns`: maximum tokens of a call of `generate`, 0 without `generate`.
+    `pages`, `slots`: as in CausalLM, the minimum for a load; `most_pages`: pages for the longest text in every lane; `page_bytes`:
+    approximate bytes of a page.  `adapters`: the number of LoRA adapters, 0 for none; `rank`: their maximum rank."""
 
     context: int
     lanes: tuple[int, ...]
@@ -69,7 +70,7 @@ class Settings:
 
     @property
     def state(self) -> dict[str, tuple[str, int]]:
-        """Maps buffers to the dimension and maximum of their rows that a load chooses, in the format of state()."""
+        """Maps names of buffers to (dimension, maximum) of their rows, whose number a load chooses, in the format of state()."""
         pages = ("pages", self.most_pages)
         rows = ("slots", self.slots)
         return {"keys_*": pages, "values_*": pages, "seen": rows, "deferred": rows, "biases": rows}
@@ -199,8 +200,8 @@ def adapter_numbers(folder: ModelFolder, rank: int) -> int:
 
 
 def cache_room(gpu: int | None, weights: int, recorded: bool) -> int:
-    """Returns the maximum bytes of the cache: a quarter of the memory for a processor, 90% of what the weights leave on a GPU.  A
-    GPU that records the model needs space for several caches."""
+    """Returns the maximum bytes of the cache: a quarter of the memory for a CPU; 90% of what the weights leave on a GPU;
+    UNKNOWN_GPU if `gpu` is 0.  A GPU that records the model needs space for several caches."""
     if gpu is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     if not gpu:

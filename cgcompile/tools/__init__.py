@@ -1,1 +1,1 @@
-"""Commands that use bundles: benchmarks, differences of two bundles, capture sizes for a request log.  No stage uses them."""
+"""What the commands bench, diff, sizes, doctor, operators, push and pull do.  No stage of a build imports these modules."""

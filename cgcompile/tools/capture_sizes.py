@@ -1,14 +1,15 @@
 """Chooses capture sizes for a log of requests, with the least padding.  Pure functions.
 
-A request of size s is served by the smallest capture size that holds it; the rest is padding.  An optimal choice needs only sizes
-of the log: reducing a capture size to the largest request that it serves reduces padding.  The largest size of the log is always
+A request of size s is served by the smallest capture size of at least s; the rest is padding.  An optimal choice contains only
+sizes of the log: a capture size above the largest request that it serves only adds padding.  The largest size of the log is always
 chosen.  Let s[0] < s[1] < ... be the n distinct sizes, and `reach[j]` the number of requests of at most s[j].  The minimum number
 of rows that k capture sizes compute for the requests up to s[j] is
 
     rows[k][j] = min over i < j of rows[k - 1][i] + s[j] * (reach[j] - reach[i])
 
-For one j these are lines in s[j], with slope -reach[i] and height rows[k - 1][i].  Slopes fall and s[j] rises.  So a queue with the
-lower envelope of the lines answers all j in O(n): the "convex hull trick".  All numbers are integers, so nothing is rounded.
+The term s[j] * reach[j] does not depend on i.  The rest is a line in s[j] for each i, with slope -reach[i] and height
+rows[k - 1][i].  Slopes fall with i, and s[j] rises with j.  So a queue with the lower envelope of the lines gives the minimum of
+every j, in O(n) for all: the "convex hull trick".  All numbers are integers, so nothing is rounded.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def _problem(cell: str) -> str:
 
 
 def _cheapest(sizes: Sequence[int], counts: Sequence[int], most: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns for k = 1..most the minimum of computed rows with k of the ascending `sizes`, and these, always with the last one."""
+    """Returns for k = 1..most the minimum number of computed rows with k capture sizes, and these sizes.  They are chosen from the
+    ascending `sizes`, always with the last one."""
     reach = list(accumulate(counts))
     largest, total = sizes[-1], reach[-1]
     rows = [size * below for size, below in zip(sizes, reach, strict=True)]
@@ -196,10 +198,8 @@ def _cheapest(sizes: Sequence[int], counts: Sequence[int], most: int) -> list[tu
 
 
 def _one_more(sizes: Sequence[int], reach: Sequence[int], rows: Sequence[int]) -> tuple[list[int], array[int]]:
-    """Returns `rows` for one more capture size, and for every j the i of the minimum; see the docstring of this module.
-
-    `lines`: the lower envelope.  Line n is the lowest from the integer `starts[n]` until line n + 1 is.
-    """
+    """Returns `rows` for one more capture size, and for every j the i of the minimum; see the docstring of this module."""
+    # `lines`: the i of each line in the lower envelope.  Entry n is the lowest from size starts[n] up to starts[n + 1].
     lines, starts, best = [0], [0], 0
     next_rows, chosen = [rows[0]], array("q", [0])
     for j in range(1, len(sizes)):
@@ -212,7 +212,7 @@ def _one_more(sizes: Sequence[int], reach: Sequence[int], rows: Sequence[int]) -
         height, slope = rows[j], reach[j]
         while True:
             last = lines[-1]
-            start = -((rows[last] - height) // (slope - reach[last]))  # where line j meets the last one
+            start = -((rows[last] - height) // (slope - reach[last]))  # the smallest size at which line j is not above the last one
             if start > starts[-1] or len(lines) == best + 1:
                 break
             lines.pop()

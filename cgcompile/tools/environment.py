@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU of the CUDA driver.  `arch`: such as "sm_90"; `memory`: bytes."""
+    """A GPU that the CUDA driver reports.  `arch`: such as "sm_90"; `memory`: bytes."""
 
     name: str
     arch: str
@@ -56,8 +56,8 @@ class Gpu:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetHere:
     """A target on this machine.  `about`: the machines that it is for.  `not_built` and `not_run`: why it cannot be built or run
-    here, "" if it can; `fix`: a remedy for the first.  `recorder`: its recorder, "" if it cannot be built.  `standalone`: bundles
-    that need no torch libraries run here, regardless of `not_run`."""
+    here, "" if it can; `fix`: a remedy for `not_built`, else for `not_run`, or "".  `recorder`: its recorder, "" if it cannot be
+    built.  `standalone`: whether bundles that need no torch libraries run here, even if `not_run` is not ""."""
 
     name: str
     about: str
@@ -189,7 +189,8 @@ def _processors(name: str, about: str, level: Level | None) -> TargetHere:
 
 
 def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
-    """Returns the rows of `cuda` and every architecture, also for a GPU here of an unknown architecture: it can be captured."""
+    """Returns the rows of `cuda` and of every architecture.  An unknown architecture of a GPU here also has a row, because bundles
+    for it can be captured."""
     local_arches = [gpu.arch for gpu in gpus]
     known_arches = [row.name for row in ARCHES]
     descriptions = {row.name: f"{row.gpu} and other GPUs of {row.major}.{row.minor}" for row in ARCHES}

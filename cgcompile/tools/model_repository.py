@@ -4,8 +4,9 @@
     build/cgbundle1-cu130-sm_90-linux/          a bundle, for GPUs of that architecture and drivers from that version on
     build/cgbundle1-cpu-x86_64-linux/           a bundle for CPUs
 
-Folders are named as those of the Hub's kernels (huggingface.co/docs/kernels, Build variants): framework and version, what it
-computes on, the machine, the system.  `huggingface_hub` uploads and downloads such a folder, and a bundle is loaded from its cache.
+Folders are named as those of the Hub's kernels (huggingface.co/docs/kernels, Build variants): format and version, CPU or CUDA
+version, architecture, operating system.  `huggingface_hub` uploads and downloads such a folder, and a bundle is loaded from its
+cache.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def model_repository(
     """Writes `bundles`, paths of bundles of one model, as a repository at `out`, atomically.  Returns its path.  Files are hard
     links if possible.
 
-    `base_model` is the name of the original model on the Hub, `license` a license identifier as the Hub uses it.  Both are in
-    the model card.
-    Upload it with `huggingface_hub.upload_folder(repo_id=..., folder_path=out)`.  Raises output-exists, output-unwritable, and the
-    errors of `cgbundle.load` with check="full".  Two bundles for the same kind of machine also raise output-exists.
+    `base_model` is the name of the original model on the Hub, `license` a license identifier as the Hub uses it.  Both are in the
+    model card.  Upload the repository with `huggingface_hub.upload_folder(repo_id=..., folder_path=out)`.  Raises output-exists,
+    output-unwritable, and the errors of `cgbundle.load` with check="full".  Two bundles for the same kind of machine also raise
+    output-exists.
     """
     place = Path(out)
     check_free(place, False)

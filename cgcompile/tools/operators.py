@@ -1,5 +1,5 @@
-"""Reports for each PyTorch operator whether a target supports it, by its name only.  A model's arguments can change the result:
-`cgcompile check` examines them.
+"""Reports for each PyTorch operator whether a target supports it.  Only the operator's name counts.  The arguments in a model can
+change the result; `cgcompile check` examines them.
 
 Private interfaces (torch 2.11, 2.13): `torch._C._dispatch_get_all_op_names` and `_dispatch_has_kernel_for_dispatch_key`.
 """
@@ -35,7 +35,7 @@ ON_HOST = "no Triton kernel: keep it on the host with --fallback-op, or build wh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorKind:
-    """An operator without its overloads, such as "aten.relu"; `kind` is a key of KINDS; `why` explains it, or is ""."""
+    """An operator without its overloads, such as "aten.relu"; `kind` is a key of KINDS; `why` is the reason, or ""."""
 
     name: str
     kind: str
@@ -50,8 +50,10 @@ def operators(target: str, progress: Watcher | None = None) -> tuple[OperatorKin
         recorder_for(target)
     with with_torch(progress or silent, "cgcompile.checks.operators"):
         recorder = recorder_for(target)
-        tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "cross-compile": _crossed()}[recorder]
-        return tuple([_merged(name, [tell(op) for op in overloads]) for name, overloads in _aten()])
+        classify: Callable[[Any], tuple[str, str]] = {
+            "host": _compiled, "capture": _captured, "cross-compile": _cross_compiled(),
+        }[recorder]  # fmt: skip
+        return tuple([_merged(name, [classify(op) for op in overloads]) for name, overloads in _aten()])
 
 
 def _aten() -> Iterator[tuple[str, list[Any]]]:
@@ -69,18 +71,18 @@ def _aten() -> Iterator[tuple[str, list[Any]]]:
 
 
 def _merged(name: str, verdicts: list[tuple[str, str]]) -> OperatorKind:
-    """Combines the results of the overloads."""
+    """Combines the (kind, reason) of the overloads."""
     kinds = {kind for kind, _ in verdicts}
     if kinds == {"yes", "parts"}:
         kinds = {"yes"}
     kind = kinds.pop() if len(kinds) == 1 else "some"
-    kinds_of_reasons = [kind] if kind != "some" else [*KINDS][::-1]  # what limits the operator, before what "yes" adds
+    kinds_of_reasons = [kind] if kind != "some" else [*KINDS][::-1]  # reasons of limits before remarks on "yes"
     why = next((why for wanted in kinds_of_reasons for overload_kind, why in verdicts if why and overload_kind == wanted), "")
     return OperatorKind(name=name, kind=kind, why=why)
 
 
 def _common(op: Any) -> tuple[str, str] | None:
-    """Returns the result that holds for every target, or None."""
+    """Returns (kind, reason) if it is the same for every target, else None."""
     import torch
 
     from ..transforms.rng.rewrite import supported
@@ -95,24 +97,24 @@ def _common(op: Any) -> tuple[str, str] | None:
 
 
 def _compiled(op: Any) -> tuple[str, str]:
-    """Returns the result for processors: operators that Inductor does not compile are called in libtorch."""
+    """Returns (kind, reason) for CPUs, where operators that Inductor does not compile call libtorch."""
     return _common(op) or (("parts", "") if _is_composite(op) else ("yes", ""))
 
 
 def _captured(op: Any) -> tuple[str, str]:
-    """Returns the result for capturing on a GPU, which includes PyTorch's libraries."""
+    """Returns (kind, reason) for capturing on a GPU, which also captures kernels of PyTorch's libraries."""
     return _common(op) or _uncapturable(op) or (("parts", "") if _is_composite(op) else ("yes", ""))
 
 
-def _crossed() -> Callable[[Any], tuple[str, str]]:
-    """Returns the function for cross-compiling, where every operator must become Triton kernels."""
+def _cross_compiled() -> Callable[[Any], tuple[str, str]]:
+    """Returns a function that returns (kind, reason) for cross-compiling: every operator must become Triton kernels."""
     from ..offline.decompose.complex_numbers import RULES
     from ..offline.decompose.decompositions import REPLACED, decompositions
     from ..offline.lower.coverage import FREE, chooses, falls_back
 
     table = decompositions()
 
-    def tell(op: Any) -> tuple[str, str]:
+    def classify(op: Any) -> tuple[str, str]:
         if verdict := _common(op) or _uncapturable(op):
             return verdict
         if op in FREE:
@@ -129,11 +131,11 @@ def _crossed() -> Callable[[Any], tuple[str, str]]:
         # decompositions of cgcompile may not support all arguments
         return ("yes", "") if decomposition.__module__.startswith("torch.") else ("some", "")
 
-    return tell
+    return classify
 
 
 def _uncapturable(op: Any) -> tuple[str, str] | None:
-    """Returns the result of the rules of `check` for an operator that cannot be part of a graph, or None."""
+    """Returns (kind, reason) for an operator that the rules of `check` keep out of graphs, else None."""
     import torch
 
     from ..checks.operators import INCOMPATIBLE, SYNCHRONIZING

@@ -1,13 +1,13 @@
 """push and pull: copy a bundle to and from a folder or an object store, with fsspec.
 
 At its URL a bundle is a folder, as on disk.  The manifest is written last, and removed first when a bundle is replaced, so that a
-bundle is complete or absent.  Files are sent to `.push/` and renamed when all are there.  An interrupted push continues.  So does a
-pull, even within a file, and it accepts only files with the SHA-256 of the manifest.
+bundle is complete or absent.  Files are sent to `.push/`, and renamed when all of them have arrived.  A second push continues an
+interrupted one.  A second pull does so too, even within a file, and accepts only files with the SHA-256 of the manifest.
 
-Remote data is untrusted.  All of a manifest is checked before a path is taken from it, also for a replaced bundle.  No file is read
-beyond the length in the manifest.  A pulled bundle is hashed in its stage before it is published.
+Remote data is untrusted.  A manifest is checked completely before its paths are used, also that of a replaced bundle.  Reads stop
+one byte after the length in the manifest.  The hashes of a pulled bundle are checked in a temporary folder before it is renamed.
 
-Only one push may write to a URL at a time, because object stores have no locks.  Two at once may mix files, and pulls then fail.
+Only one push may write to a URL at a time, because object stores have no locks.  Two may mix their files, and then pulls fail.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Remote:
         return f"{self.root}/{name}"
 
     def pieces(self, name: str, limit: int, begin: int = 0) -> Iterator[bytes]:
-        """Yields a file from byte `begin` on, up to one byte over the limit.  Raises remote-failed.
+        """Yields a file from byte `begin` on, up to one byte over `limit`.  Raises remote-failed.
 
         An HTTP server without range requests sends the whole file; the caller detects this by the hash.
         """
@@ -80,9 +80,9 @@ class Remote:
         with _remote_errors(f"{self.url}/{name}"), self.system.open(self.path(name), "rb", **options) as file:
             if options["block_size"]:
                 file.seek(begin)
-            while begin <= limit and (piece := file.read(min(BLOCK, limit + 1 - begin))):
-                begin += len(piece)
-                yield piece
+            while begin <= limit and (chunk := file.read(min(BLOCK, limit + 1 - begin))):
+                begin += len(chunk)
+                yield chunk
 
     def read(self, name: str, limit: int) -> bytes | None:
         """Reads a small file, None if it does not exist.  Raises file-damaged if it is larger than the limit, remote-failed."""
@@ -97,7 +97,8 @@ class Remote:
         return data
 
     def sizes(self, names: set[str]) -> dict[str, int]:
-        """Returns the bytes of the files in these folders and the root.  Raises file-damaged for a link, which may lead outside."""
+        """Returns the sizes in bytes, by path, of files in the folders `names` and in the root.  Raises file-damaged for a symbolic
+        link, which may point outside the bundle."""
         rows: dict[str, int] = {}
         for folder in sorted({*names, ""}):  # parents first
             with suppress(FileNotFoundError):
@@ -121,11 +122,11 @@ class Remote:
 
 
 def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> Transferred:
-    """Copies the bundle at `bundle` to `url`, the folder of the bundle there.  `replace`: replaces an existing bundle.
+    """Copies the bundle at `bundle` to the folder `url`.  `replace`: replaces an existing bundle.
 
-    Checks every file first, as load(check="full").  Does not send files again that an earlier push sent, or that the remote bundle
-    already has.  Removes the files of a replaced bundle, if its manifest is valid.  Raises output-exists, extra-missing,
-    remote-invalid, remote-failed, and the errors of `cgbundle.load` for a damaged bundle, here or there.
+    Checks every file first, as load(check="full").  Skips files that an earlier push sent, or that the remote bundle has.  Removes
+    the files of a replaced bundle, if its manifest is valid.  Raises output-exists, extra-missing, remote-invalid, remote-failed,
+    and the errors of `cgbundle.load` for a damaged bundle, local or remote.
     """
     source = Archive(os.fspath(bundle))
     check_bundle(source, "full")
@@ -151,7 +152,7 @@ def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> 
 def pull(url: str, out: str | os.PathLike[str] | None = None, *, replace: bool = False) -> Transferred:
     """Copies the bundle at `url` to `out` (default: the last part of the URL), atomically.  `replace`: replaces an existing bundle.
 
-    Continues an interrupted pull of the same bundle, if its files beside `out` belong to this user only.
+    Continues an interrupted pull of the same bundle, if only this user has access to the folder of partial files beside `out`.
 
     Raises the errors of `push`, output-unwritable, output-busy, disk-full, not-a-bundle if the URL has no complete bundle, and
     file-damaged for files that differ from the manifest.
@@ -183,7 +184,7 @@ def pull(url: str, out: str | os.PathLike[str] | None = None, *, replace: bool =
     return Transferred(place=str(place), manifest=manifest, moved=moved)
 
 
-# --- inside -----------------------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _remote(url: str) -> Remote:
@@ -203,7 +204,7 @@ def _remote(url: str) -> Remote:
 
 @contextmanager
 def _remote_errors(url: str) -> Iterator[None]:
-    # Several file systems use aiohttp, which has its own errors.
+    # Several file systems of fsspec use aiohttp, which raises its own errors.
     client: type[Exception] = getattr(sys.modules.get("aiohttp"), "ClientError", OSError)
     try:
         yield
@@ -213,7 +214,7 @@ def _remote_errors(url: str) -> Iterator[None]:
 
 
 def _manifest(text: bytes, url: str, hint: str = "") -> Manifest:
-    """Decodes and checks a manifest from a URL, because its paths are used afterwards.  Raises as `cgbundle.load`."""
+    """Decodes a manifest from `url`, and checks it before its paths are used.  Raises the errors of `cgbundle.load`."""
     try:
         manifest = manifest_json.decode(text)
         check_manifest(manifest)
@@ -224,7 +225,8 @@ def _manifest(text: bytes, url: str, hint: str = "") -> Manifest:
 
 
 def _check_apart(manifest: Manifest) -> None:
-    """Raises manifest-invalid for two files whose names some file system treats as equal, and for names that a push uses itself."""
+    """Raises manifest-invalid for two names that differ only in case, because some file systems treat them as equal.  Raises it
+    also for names that a push uses itself."""
     used_names = {MANIFEST, SIGNATURE, STAGE} | {name.casefold() for file in manifest.files for name in folders(file.path)}
     for index, file in enumerate(manifest.files):
         path = file.path.casefold()
@@ -235,7 +237,7 @@ def _check_apart(manifest: Manifest) -> None:
 
 
 def _put_files(remote: Remote, folder: Path, manifest: Manifest, prior: Manifest | None) -> int:
-    """Sends the files and moves them to their names, replacing the bundle `prior`.  Returns the bytes that were sent."""
+    """Sends the files, renames them, and removes other files of the bundle `prior`.  Returns the number of bytes that were sent."""
     old = {file.path: file.sha256 for file in prior.files} if prior else {}
     new = {file.path: file.sha256 for file in manifest.files}
     sizes = remote.sizes({STAGE, *(name for path in (*old, *new) for name in folders(path))})
@@ -250,7 +252,7 @@ def _put_files(remote: Remote, folder: Path, manifest: Manifest, prior: Manifest
     for path in [
         *([MANIFEST] if prior else ()),
         *sorted(({*old, SIGNATURE} - {*new}) & {*sizes}),
-    ]:  # the manifest first
+    ]:  # the manifest first: without it there is no bundle
         remote.system.rm_file(remote.path(path))
     for staged, file in missing.items():
         remote.move(staged, file.path)
@@ -258,8 +260,8 @@ def _put_files(remote: Remote, folder: Path, manifest: Manifest, prior: Manifest
 
 
 def _make_private(folder: Path) -> None:
-    """Creates the folder for partial files of a pull, or reuses an existing one.  Raises output-unwritable if it is a link, or if
-    other users can access it, because it may contain links."""
+    """Creates the folder for partial files of a pull, or reuses an existing one.  Raises output-unwritable if it
+    is a link, or if other users have access to it: they could put links into it."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -271,16 +273,16 @@ def _make_private(folder: Path) -> None:
 
 
 def _get(remote: Remote, folder: Path, file: File) -> int:
-    """Downloads a file, or its missing rest, to `folder`, named by its SHA-256.  Returns the transferred bytes."""
+    """Downloads a file, or the part that is missing, to `folder`, under its SHA-256.  Returns the number of transferred bytes."""
     place, moved = folder / file.sha256, 0
     with open(place, "a+b") as out:
         while True:
             out.seek(0)
             digest = hashlib.file_digest(out, "sha256")
             begin = end = out.tell()
-            for piece in remote.pieces(file.path, file.bytes, begin) if begin < file.bytes else ():
-                end += out.write(piece)
-                digest.update(piece)
+            for chunk in remote.pieces(file.path, file.bytes, begin) if begin < file.bytes else ():
+                end += out.write(chunk)
+                digest.update(chunk)
             moved += end - begin
             if (digest.hexdigest(), end) == (file.sha256, file.bytes):
                 return moved

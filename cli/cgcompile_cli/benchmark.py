@@ -51,7 +51,7 @@ def _part(title: str, heads_rows: tuple[Sequence[str], Sequence[Sequence[object]
 
 
 def head(report: Benchmark) -> list[tuple[str, str]]:
-    """Returns what was measured, where and when."""
+    """Returns (name, text) of the bundle, the int_keys, the machine, the versions and the date."""
     machine = report.machine
     chip = f"{machine.processor}, {count(machine.cores, 'core')}, load average {machine.load:.1f}"
     gpu = f"{machine.gpu}, CUDA driver {machine.driver // 1000}.{machine.driver % 1000 // 10}; " if machine.gpu else ""
@@ -162,7 +162,7 @@ def show_load(numbers: Mapping[str, Any]) -> None:
 
 
 def outputs(report: Benchmark) -> str:
-    """Says whether all outputs are right, "" if none was compared."""
+    """Returns a text that says whether all outputs are right, "" if none were compared."""
     wrong, compared = report.wrong(), [(error, way) for way in report.ways for error in way.errors]
     if wrong:
         return f"WRONG in {count(len(wrong), 'comparison')} of {len(compared)}"

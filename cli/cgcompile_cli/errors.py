@@ -1,7 +1,7 @@
-"""Turns exceptions into text: one line with the error and its place, a `hint:` line, and the exit status.  With --json also into an
-object on stdout: `{"error": {"code": ..., "message": ..., "where": ..., "fix": ...}}`.
+"""Turns exceptions into a line with the error and its place, a `hint:` line, and the exit status.  With --json also writes an
+object to stdout: `{"error": {"code": ..., "message": ..., "where": ..., "fix": ...}}`.
 
-Commands do not catch exceptions.  Exceptions that are not listed here are bugs and keep their traceback.
+Commands do not catch exceptions.  Exceptions that `as_text` does not handle are bugs and keep their traceback.
 """
 
 from __future__ import annotations
@@ -60,30 +60,30 @@ def as_text(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except CgbundleError as error:
-        _tell(arguments, error.code, str(error), hint(error, arguments))
+        _write_error(arguments, error.code, str(error), hint(error, arguments))
         raise typer.Exit(error.exit_code) from None
     except Stopped as stopped:
-        _tell(arguments, "interrupted", str(stopped), "")
+        _write_error(arguments, "interrupted", str(stopped), "")
         raise typer.Exit(128 + stopped.number) from None
     except KeyboardInterrupt:
-        _tell(arguments, "interrupted", "interrupted", "")
+        _write_error(arguments, "interrupted", "interrupted", "")
         raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
         if error.errno not in FULL and (error.filename is None or error.errno not in FORESEEN):
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
-        _tell(arguments, "system", f"{where}{error.strerror}", "")
+        _write_error(arguments, "system", f"{where}{error.strerror}", "")
         raise typer.Exit(ENVIRONMENT) from None
     except PARSER_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             raise  # no arguments: Typer shows the help
         command = error.ctx.command_path if error.ctx else "cgcompile"
-        _tell(arguments, "usage", _unparsed(error), f"{command} --help")
+        _write_error(arguments, "usage", _parser_message(error), f"{command} --help")
         raise typer.Exit(ENVIRONMENT) from None
 
 
-def _unparsed(error: Any) -> str:
-    """Returns the parser's message in lower case; for an unknown option with the most similar one."""
+def _parser_message(error: Any) -> str:
+    """Returns the parser's message, with a lower-case first letter.  For an unknown option it names the most similar option."""
     text = str(error.format_message()).rstrip(".")
     if hasattr(error, "possibilities"):  # no such option
         suggestions = difflib.get_close_matches(error.option_name, error.possibilities or (), 1)
@@ -94,14 +94,14 @@ def _unparsed(error: Any) -> str:
 JSON = "--json"
 
 
-def _tell(arguments: Sequence[str], code: str, message: str, fix: str) -> None:
+def _write_error(arguments: Sequence[str], code: str, message: str, fix: str) -> None:
     complain(message, fix)
     if JSON in arguments:
         write_json({"error": as_object(code, message, fix)})
 
 
 def as_object(code: str, message: str, fix: str) -> dict[str, str]:
-    """Returns an error for JSON."""
+    """Returns an error as the object for --json."""
     return {"code": code, "message": message, "where": place(message), "fix": fix}
 
 
@@ -124,23 +124,23 @@ def again(arguments: Sequence[str], *more: str) -> str:
     return shlex.join(["cgcompile", *arguments, *more])
 
 
-def _exists(error: CgbundleError, arguments: Sequence[str]) -> str:
+def _output_exists(error: CgbundleError, arguments: Sequence[str]) -> str:
     return error.hint if "--force" in arguments else f"to replace it: {again(arguments, '--force')}"
 
 
-def _more_keys(error: CgbundleError, arguments: Sequence[str]) -> str:
+def _too_many_keys(error: CgbundleError, arguments: Sequence[str]) -> str:
     limit = error.hint.rpartition(" ")[2]  # "... --max-keys 100"
     return f"give fewer sizes, or: {again(arguments, '--max-keys', limit)}"
 
 
-def _easier(error: CgbundleError, arguments: Sequence[str]) -> str:
+def _lowering_failed(error: CgbundleError, arguments: Sequence[str]) -> str:
     if COMMAND in error.hint:
         return error.hint
-    easier = f"{again(arguments, '--lower', 'eager')}, or find the operation: {_check(arguments)}"
-    return error.hint if "eager" in arguments else easier
+    command = f"{again(arguments, '--lower', 'eager')}, or find the operation: {_check(arguments)}"
+    return error.hint if "eager" in arguments else command
 
 
-def _cut(error: CgbundleError, arguments: Sequence[str]) -> str:
+def _not_capturable(error: CgbundleError, arguments: Sequence[str]) -> str:
     return f"the operation must run in a host region; to find it: {_check(arguments)}"
 
 
@@ -161,9 +161,9 @@ FLAGS = ("--strict", "--train", "--force", "--quiet", "-q", "--verbose", "-v", "
 """Options of a build without a value."""
 
 SPELLED: dict[str, Callable[[CgbundleError, Sequence[str]], str]] = {
-    "output-exists": _exists,
-    "too-many-keys": _more_keys,
-    "lowering-failed": _easier,
-    "not-capturable": _cut,
+    "output-exists": _output_exists,
+    "too-many-keys": _too_many_keys,
+    "lowering-failed": _lowering_failed,
+    "not-capturable": _not_capturable,
 }
-"""Functions that make the hint as a command, by error code."""
+"""Functions that return a hint with a command, by error code."""

@@ -1,4 +1,4 @@
-"""Estimates the remaining time of a build from the stage times of an earlier one: of the same program, else of the same target."""
+"""Estimates the remaining time of a build from the stage times of an earlier build: same program, or else same target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """`part`: the finished fraction of the build.  `seconds`: the remaining time."""
+    """An estimate.  `part`: the finished fraction of the build.  `seconds`: the remaining time."""
 
     part: float
     seconds: float
@@ -39,7 +39,7 @@ class Estimate:
         self._paths: list[Path] = []
         self._earlier: tuple[tuple[str, float], ...] = ()
         self._done: list[tuple[str, float]] = []
-        with suppress(BuildError):  # the build itself reports cache errors if it needs the cache
+        with suppress(BuildError):  # a build that needs the cache reports its errors itself
             self._paths = [cache_path(cache_folder(), STAGE, target, *identity) for identity in ((program,), ())]
             record = next(filter(None, (recall(path, Timings) for path in self._paths)), None)
             self._earlier = record.stages if record is not None else ()
@@ -58,8 +58,8 @@ class Estimate:
         total, past = _sum(self._earlier), _sum(self._earlier[:index]) + running
         if not past or past < EARLY * total:
             return None
-        pace = (_sum(self._done) + running) / past  # time of this build / time of the earlier build
-        return Left(part=past / total, seconds=(total - past) * pace)
+        ratio = (_sum(self._done) + running) / past  # time of this build / time of the earlier build
+        return Left(part=past / total, seconds=(total - past) * ratio)
 
     def keep(self) -> None:
         """Stores the stage times for the next build."""

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def find(manifest: Manifest, text: str) -> tuple[EntrySpec, tuple[int, ...]]:
-    """Returns the entry and the recorded int_key of `text`: `decode:8`; without an entry's name, of the first entry.  Raises
-    entry-missing, key-missing."""
-    from cgbundle.format.file_names import entry_named  # late: saves 25 ms in commands that read no bundle
+    """Returns the entry and the recorded int_key that `text` names, such as `decode:8`.  Without an entry's name, it is the first
+    entry.  Raises entry-missing, key-missing."""
+    from cgbundle.format.file_names import entry_named  # imported here: saves 25 ms in commands that read no bundle
 
     name, colon, key = text.partition(":")
     entry = entry_named(manifest, name.strip() if colon else "")
@@ -24,7 +24,7 @@ def find(manifest: Manifest, text: str) -> tuple[EntrySpec, tuple[int, ...]]:
 
 
 def parse(entry: EntrySpec, text: str) -> tuple[int, ...]:
-    """Returns the recorded int_key of `text`.  Raises key-missing with the recorded keys if there is none."""
+    """Returns the recorded int_key that `text` names.  Raises key-missing, with the recorded keys, if there is none."""
     names = [dimension.name for dimension in entry.dimensions]
     for part in text.split(",") if "=" in text else ():
         if (label := part.partition("=")[0].strip()) not in names:

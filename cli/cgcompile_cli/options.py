@@ -51,7 +51,7 @@ def rule_names(incomplete: str) -> Words:
 
 
 def recorded_keys(context: typer.Context, incomplete: str) -> Words:
-    """Completes an int_key of the command's bundle; [] without a bundle."""
+    """Completes an int_key of the first entry of the command's bundle; [] without a bundle."""
     from cgbundle.errors import CgbundleError
     from cgbundle.self_test import name_key
     from cgbundle.validate.bundle import checked_manifest
@@ -134,7 +134,7 @@ AnyTarget = Annotated[
         autocompletion=target_names,
     ),
 ]
-"""For commands that build nothing."""
+"""The option --target of commands that build nothing."""
 
 MaxPaths = Annotated[
     int,
@@ -150,7 +150,7 @@ FallbackOps = Annotated[
 
 
 def check_writable(path: str) -> None:
-    """Raises UsageError before the work if a file cannot be written."""
+    """Raises UsageError if a file cannot be written.  Commands call this before their work."""
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not os.access(folder, os.W_OK) or (os.path.exists(path) and not os.access(path, os.W_OK)):
         raise UsageError(f"{path}: cannot be written", "name a file in a folder that exists")

@@ -14,17 +14,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
-from cgcompile.util.disk_space import size as size  # the same words as a build's
+from cgcompile.util.disk_space import size as size  # the same format as in messages of a build
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
     Field = tuple[str, RenderableType | Sequence[str]]
-    """A name and what stands behind it."""
+    """A name and its contents: text, lines, or a renderable of Rich."""
 
 UNBROKEN = 100_000
-"""Columns of an output that is not a terminal."""
+"""Columns of output that is not a terminal: enough that no line is wrapped."""
 
 SHOWN = 12
 """Maximum rows of a list, so that a small bundle fits on an 80-column screen."""
@@ -63,11 +63,11 @@ def show(renderable: RenderableType, stream: IO[str] | None = None, width: int =
 def stdout_kept() -> Iterator[None]:
     """Redirects output to stderr during the block: of Python, C, and child processes.
 
-    In the command's own process (where sys.stdout is Python's) file descriptor 1 stays redirected after the block, because model
-    code may print at exit.  sys.stdout then writes to the original stdout."""
+    If sys.stdout is the stream that Python created, file descriptor 1 stays redirected after the block, because model code may
+    print at exit.  sys.stdout then writes to the original stdout."""
     stdout, duplicate = sys.stdout, None
     if stdout is sys.__stdout__:
-        with suppress(OSError, ValueError):  # a stream is closed
+        with suppress(OSError, ValueError):  # stdout or stderr is closed
             sys.stdout.flush()
             duplicate = os.dup(1)
             os.dup2(2, 1)
@@ -78,7 +78,7 @@ def stdout_kept() -> Iterator[None]:
         sys.stdout = stdout
         if duplicate is not None:
             with suppress(OSError, ValueError):
-                sys.__stdout__.flush()  # type: ignore[union-attr]  # what was printed through it
+                sys.__stdout__.flush()  # type: ignore[union-attr]  # text that the block wrote to it
             sys.stdout = open(duplicate, "w", encoding=stdout.encoding, errors=stdout.errors, closefd=True)  # noqa: SIM115
 
 
@@ -99,8 +99,8 @@ def folded(text: str) -> str:
 
 
 def complain(message: str, hint: str) -> None:
-    """Writes an error and its hint to stderr, one line each.  Does not use Rich, whose import takes longer than finding most
-    errors."""
+    """Writes an error and its hint to stderr, one line each.  Does not use Rich, because importing it takes longer
+    than finding most errors."""
     colour = coloured(sys.stderr)
     for label, code, text in (("error: ", RED, message), ("hint: ", CYAN, hint)):
         if text:
@@ -123,7 +123,7 @@ def write_json(value: Any) -> None:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Makes a table without lines; a head that begins with ">" is right-aligned.  Cells are made safe."""
+    """Makes a table without lines; a head that begins with ">" is right-aligned.  Cells pass through `safe`."""
     from rich.table import Table
 
     headed = any(head.strip(">") for head in heads)
@@ -136,7 +136,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 
 def record(fields: Iterable[Field]) -> Table:
-    """Makes rows of name and contents: text (made safe) or a renderable of Rich."""
+    """Makes a row per field: its name and its contents.  Text passes through `safe`."""
     from rich.table import Table
 
     rich_table = Table.grid(padding=(0, 2, 0, 0))

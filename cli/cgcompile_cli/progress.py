@@ -1,6 +1,5 @@
-"""Shows the progress of a build or a benchmark on stderr: a line per finished stage, on a terminal also a live line.
-
-Without a terminal (a log, a pipe) a long stage gets a line at its begin, and then from time to time.
+"""Shows the progress of a build or a benchmark on stderr: a line per finished stage.  On a terminal, a live line shows the running
+stage.  Without a terminal (a log, a pipe) a long stage gets a line at its start, and others from time to time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NAMES = 10
 """Columns for the name of a stage."""
 
 IMPORT = "import"
-"""The stage that imports torch.  It gets a plain line at its begin, because importing Rich first would double the wait."""
+"""The stage that imports torch.  It gets a plain line at its start, because importing Rich first would double the wait."""
 
 
 LONG = {
@@ -44,10 +43,11 @@ LONG = {
 """Stages that may take half a minute, with descriptions."""
 
 OFTEN = 10.0
-"""Seconds between two lines about a long stage without a terminal."""
+"""Minimum seconds between two lines about a long stage, without a terminal."""
 
 SHORTEST = 1.0
-"""Seconds.  A shorter estimate is not shown: the running stage takes longer than in the earlier build, and its end is unknown."""
+"""Minimum seconds of an estimate that is shown.  A shorter estimate means that the running stage takes longer than in the earlier
+build, so that its end is unknown."""
 
 
 BAR = 20
@@ -64,14 +64,14 @@ def watching(quiet: bool, verbose: bool = False, estimate: Estimate | None = Non
 
 
 def begin(stage: str, text: str) -> None:
-    """Writes a plain line at the begin of a stage."""
+    """Writes a plain line at the start of a stage."""
     say(f"{stage:<{NAMES}} {'...':>10}  {text}".rstrip())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """Resources that a process has used: CPU seconds of itself and of its finished children, and the peak memory in bytes of itself
-    and of the largest child."""
+    """Resources that a process has used.  `self_seconds`, `others`: CPU seconds of the process and of its finished children.
+    `memory`, `largest`: peak bytes of the process and of its largest child."""
 
     self_seconds: float
     others: float
@@ -126,7 +126,7 @@ class Progress:
         self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
 
     def _count(self, event: Event) -> None:
-        """Adds the resources of a stage.  Two stages of one name have two rows."""
+        """Adds a row with the resources that a finished stage has used."""
         now, previous = spent(), self._before
         seconds = (event.seconds, now.self_seconds - previous.self_seconds, now.others - previous.others)
         self._rows.append((event.stage, *map(duration, seconds), size(now.memory), size(now.largest)))
@@ -169,14 +169,14 @@ class Progress:
         for _ in range(5):
             line.add_column(no_wrap=True, overflow="ellipsis")
         if self._stage:
-            taken = time.perf_counter() - self._begin
-            left = self._time_left(self._stage, taken)
+            elapsed = time.perf_counter() - self._begin
+            left = self._time_left(self._stage, elapsed)
             bar = ProgressBar(total=1.0, completed=left.part, width=BAR) if left is not None else ""
             left_text = f"{_about(left.seconds)} left" if left is not None and left.seconds >= SHORTEST else ""
-            line.add_row(f"{safe(self._stage):<{NAMES}} {taken:>8.1f} s", self._spinner, bar, left_text, safe(self._detail))
+            line.add_row(f"{safe(self._stage):<{NAMES}} {elapsed:>8.1f} s", self._spinner, bar, left_text, safe(self._detail))
         return line
 
 
 def _about(seconds: float) -> str:
-    """Formats seconds, from a minute on rounded down to tens."""
+    """Formats seconds; from a minute on, they are rounded down to tens."""
     return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60 // 10 * 10:02d} s"

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a command as Ctrl-C does: unfinished files are removed, and child processes are ended."""
+"""Makes SIGTERM and SIGHUP end a command as Ctrl-C does: unfinished files are removed, and child processes end."""
 
 from __future__ import annotations
 

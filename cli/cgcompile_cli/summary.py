@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 FEATURES = 3
-"""Maximum processor features that are listed; all features of a level count as one."""
+"""Maximum number of processor features that are listed.  All features of a level count as one."""
 
 UNASKED = {"cx16", "xsave"}
 """Features of levels that compiled code does not use."""
@@ -48,7 +48,7 @@ PADDING = {"rows": "padded with any values", "zeros": "padded with zeros", "no":
 
 
 OWN_ATTRIBUTES = ("manifest", "name", "int_keys", "inputs", "outputs", "memory", "state")
-"""Attributes of a loaded program that its class does not have."""
+"""Attributes of a loaded program that are set on the object, so that its class does not have them."""
 
 SHOWN = 60
 """Maximum characters of a constant."""
@@ -138,7 +138,7 @@ def bulk(manifest: Manifest) -> str:
 def target(row: Target) -> str:
     """Describes a target: `cpu x86_64 (x86-64-v3, avx_vnni, and 9 more), to run: torch 2.13 or newer`, or `cpu x86-64-v3, to run:
     ...`.  A standalone bundle needs only OpenMP's library."""
-    from cgbundle.cpu.libtorch import OPENMP  # late: it imports ctypes
+    from cgbundle.cpu.libtorch import OPENMP  # imported here, because it imports ctypes
 
     best = max(
         [level for level in LEVELS if set(level.features) - UNASKED <= set(row.features)], key=lambda tier: tier.name, default=None
@@ -172,8 +172,8 @@ def returned(entry: EntrySpec) -> list[tuple[TensorSpec, str]]:
 
 def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str, str, str, str]]:
     """Returns (in or out, name, dtype, shape, remark) of every input and output, and (in, name, type, value, remark) of the
-    constants.  A side without any has a row `none`.  The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with
-    input x)`, how a constant is given, or ""."""
+    constants.  If there are no inputs or no outputs, they have a row `none`.  The remark is `(updated by the call)`, `(indices
+    0..99)`, `(shares memory with input x)`, how a constant is passed, or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, entry, alias)})" for alias in entry.aliases}
     indices = {i: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for i, spec in enumerate(entry.inputs) if spec.range}
     updated = indices | dict.fromkeys(entry.mutated_inputs, UPDATED)
@@ -206,7 +206,7 @@ def cut(text: str) -> str:
 
 
 def alias_of(manifest: Manifest, entry: EntrySpec, alias: Alias) -> str:
-    """Names what an output shares memory with: `input x`, `output y`, `weight table`, `state cache`."""
+    """Returns the tensor with which an output shares memory: `input x`, `output y`, `weight table`, `state cache`."""
     if alias.memory in ("inputs", "outputs"):
         specs = entry.inputs if alias.memory == "inputs" else entry.outputs
         return f"{alias.memory.removesuffix('s')} {specs[alias.index].name}"
@@ -269,7 +269,7 @@ def memory(manifest: Manifest) -> str:
 
 
 def weight_bytes(manifest: Manifest) -> int:
-    """Returns the bytes of the weights, tied ones once."""
+    """Returns the bytes of the weights; a tensor that several weights share counts once."""
     return sum({weight.tensor: nbytes(weight.dtype, weight.shape) for weight in manifest.weights}.values())
 
 
@@ -354,8 +354,8 @@ def files(manifest: Manifest) -> Table:
 
 
 def serve_line(path: str, model: str) -> str:
-    """Returns the command that serves the bundle of a language model.  `model`: as in `cgcompile build`; a GGUF file has become a
-    folder beside the bundle."""
+    """Returns the command that serves the bundle of a language model.  `model`: as in `cgcompile build`, which
+    converts a GGUF file to a folder beside the bundle."""
     converted = os.path.join(os.path.dirname(path), os.path.basename(model).removesuffix(".gguf"))
     folder = model if os.path.isdir(model) else converted if model.endswith(".gguf") else "FOLDER"
     return f"cgcompile serve {shlex.quote(path)} --tokenizer {shlex.quote(folder)}"
@@ -373,6 +373,6 @@ def load_lines(path: str, manifest: Manifest, entries: Sequence[EntrySpec] = ())
 
 def attribute(entry: str) -> str:
     """Returns `program.decode`, or `program["reset"]` if a loaded program has an attribute of that name."""
-    from cgbundle.program import Program  # late: few bundles have several entries
+    from cgbundle.program import Program  # imported here, because few bundles have several entries
 
     return f"program[{entry!r}]" if hasattr(Program, entry) or entry in OWN_ATTRIBUTES else f"program.{entry}"

@@ -1,9 +1,9 @@
-"""LoRA adapters for a language model.  A bank of adapters is state; each lane of a call selects an adapter, 0 for none.
+"""LoRA adapters for a language model.  A *bank* in the state holds them.  Each lane of a call selects an adapter, 0 for none.
 
     y = layer(x) + up[adapter] @ (down[adapter] @ x)
 
-A layer multiplies with the factors of all adapters, `adapters * rank` rows, and a mask keeps those of the lane's adapter.  These
-are two matrix products without a gather.  They add (in + out) * adapters * rank operations to the in * out of the layer.
+A layer multiplies by the factors of all adapters, `adapters * rank` rows, and a mask keeps the rows of the lane's adapter.  This
+takes two matrix products and no gather.  They add (in + out) * adapters * rank operations to the in * out of the layer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Factors = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """The adapter of each lane in the last call: (batch, adapters * rank), 1 at the rows of its adapter and 0 elsewhere.  None
-    before the first call: layers then use no adapters."""
+    """The adapters of the last call.  `mask`: (batch, adapters * rank), 1 at the rows of the lane's adapter and 0 elsewhere, or
+    None before the first call, so that layers use no adapters."""
 
     mask: Tensor | None = None
 
@@ -176,14 +176,15 @@ def alike_layers(network: PreTrainedModel) -> list[Alike]:
 
 
 def seen_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Returns the widths (in, out) of those layers by path.  Finds them with a call of LANES texts of TOKENS tokens."""
-    head, widths, others = network.get_output_embeddings(), dict[str, tuple[int, int]](), set[str]()
+    """Returns, by path, the widths (in, out) of linear layers that see all tokens of a call, without the head.  Runs a call of
+    LANES texts of TOKENS tokens."""
+    head, widths, excluded = network.get_output_embeddings(), dict[str, tuple[int, int]](), set[str]()
     layers = {path: module for path, module in network.named_modules() if isinstance(module, nn.Linear | Conv1D | Int8Linear)}
 
     def watch(path: str, x: Tensor, result: Tensor) -> None:
         widths[path] = x.shape[-1], result.shape[-1]
         if tuple(x.shape[:-1]) not in ((LANES, TOKENS), (LANES * TOKENS,)):
-            others.add(path)
+            excluded.add(path)
 
     hooks = [
         layer.register_forward_hook(lambda _, args, output, path=path: watch(path, args[0], output))
@@ -199,7 +200,7 @@ def seen_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
         network.set_attn_implementation(implementation)
         for hook in hooks:
             hook.remove()
-    return {path: pair for path, pair in widths.items() if path not in others}
+    return {path: pair for path, pair in widths.items() if path not in excluded}
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module:

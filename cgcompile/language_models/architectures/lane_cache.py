@@ -33,10 +33,11 @@ class State(NamedTuple):
 
 class Kept(NamedTuple):
     """What a model keeps of earlier tokens: `layers` with keys; `numbers`, which maps numbers of all layers to indices in `layers`;
-    and `states`. `by_lane`: calls have a row for every lane and a LaneCache; else all tokens are in one row.
+    and `states`. `by_lane`: whether calls have a row for every lane and a LaneCache; otherwise one row holds the tokens
+    of all lanes.
 
-    A sparse-attention index of a layer has the number ("index", layer): half of its keys is stored as keys, the other half as
-    values.
+    The index of a layer with sparse attention has the number ("index", layer).  One half of the index's keys is stored as keys, the
+    other half as values.
     """
 
     layers: list[Layer]
@@ -64,7 +65,7 @@ class LaneCache(Cache):
         self.tokens, self.numbers = tokens, kept.numbers
         self.rows = {(state.kind, state.layer, state.number): row for row, state in enumerate(kept.states)}
         self.states = [state.clone() for state in states]  # the model's code writes to them
-        self.depth = max([0, *[state.layer + 1 for state in kept.states]])  # Dynamo does not support `default`
+        self.depth = max([0, *[state.layer + 1 for state in kept.states]])  # Dynamo does not support max(..., default=0)
         self.width = tokens.pages.shape[1] * PAGE
 
     @property
@@ -75,7 +76,8 @@ class LaneCache(Cache):
         return layers
 
     def mask(self) -> Tensor:
-        """Returns int64 (batch, width), 1 for the last tokens that exist in every lane; a lane that is off has one."""
+        """Returns the attention mask, int64 (batch, width): 1 at the tokens of a lane's text, which are last; at the last
+        position if the lane is off."""
         step = torch.arange(self.width, device=self.tokens.start.device)
         return ((step >= self.width - self.tokens.ends()[:, None]) | (step == self.width - 1)).long()
 
@@ -110,7 +112,7 @@ class LaneCache(Cache):
         return self.states[row]
 
     def get_linear_cache(self, layer_idx: int) -> Tensor:
-        """MiniMax's name for it."""
+        """The name of get_recurrent_state() in MiniMax's code."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:

@@ -43,7 +43,7 @@ def one_token(
 
 
 def states_in_cache(network: nn.Module, contents: Kept) -> Kept:
-    """Makes the recurrent blocks use states from the cache, and adds these to what the model keeps."""
+    """Makes the recurrent blocks use states from the cache.  Returns `contents` with these states."""
     states = list(contents.states)
     blocks = [layer.temporal_block for layer in network.get_decoder().layers]
     for number, block in enumerate(blocks):

@@ -21,13 +21,13 @@ WHOLE = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 
 
 def maker(config: PretrainedConfig) -> Any:
-    """Returns the auto class of transformers that creates and loads the model that writes text, or None."""
+    """Returns transformers' auto class that creates and loads the model which generates text, or None."""
     kinds = (AutoModelForCausalLM, *(WHOLE if "text_config" in config.sub_configs else ()))
     return next((kind for kind in kinds if type(config) in kind._model_mapping), None)
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Returns the class of that model, or None."""
+    """Returns the class of the model that `maker` creates, or None."""
     kind = maker(config)
     model = None if kind is None else kind._model_mapping[type(config)]
     return model[0] if isinstance(model, tuple) else model

@@ -1,6 +1,6 @@
-"""Finds out what transformers' cache of a model contains after one small call: keys and values by layer, and states.
+"""Finds out with one small call what a model's cache must contain: keys and values by layer, and states.
 
-For models that compute attention in their own code, or have layers with a state (architectures/lane_cache.py).
+States, and attention in a model's own code, are read from transformers' cache after the call (architectures/lane_cache.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SERVE = "serve it with transformers"
 
 
 def probe_cache(network: PreTrainedModel) -> Kept:
-    """Probes a call with `paged` attention if the model supports it, else with its own attention.  Raises language-model-refused
-    for a model that keeps nothing, or other data than keys, values and states."""
+    """Probes a call with paged attention if the model supports it, else with the model's own attention.  Raises
+    language-model-refused for a model without a cache, or whose cache has other data than keys, values and states."""
     config = network.config
     if config._attn_implementation != "eager":
         try:
@@ -38,7 +38,7 @@ def probe_cache(network: PreTrainedModel) -> Kept:
 
 
 def kept_by_lane(network: PreTrainedModel) -> Kept:
-    """Describes the contents of transformers' cache after a call."""
+    """Describes the contents of transformers' cache after a call of the model with its own attention."""
     config = network.config
     cache = filled_cache(network)
     cache_layers = getattr(cache, "layers", None)
@@ -71,7 +71,7 @@ def kept_by_lane(network: PreTrainedModel) -> Kept:
 def filled_cache(network: PreTrainedModel) -> Any:
     """Returns transformers' cache after a call of TOKENS tokens, or None."""
     config, ids = network.config, torch.arange(TOKENS, device=next(network.parameters()).device)[None]
-    given_cache = DynamicCache(config=config) if config.model_type == "recurrent_gemma" else None  # not in its output
+    given_cache = DynamicCache(config=config) if config.model_type == "recurrent_gemma" else None  # its output has no cache
     try:
         with torch.no_grad():
             output = network(input_ids=ids, use_cache=True, **({} if given_cache is None else {"past_key_values": given_cache}))
@@ -94,7 +94,7 @@ def layer_states(number: int, layer: Any) -> list[State]:
 
 
 def layer_of(config: PretrainedConfig, number: int, keys: Tensor, values: Any) -> Layer:
-    """Returns heads and dim of a layer's keys."""
+    """Returns the number of key heads of a layer, and the larger dim of its keys and values.  Raises language-model-refused."""
     if keys.dim() != 4 or not isinstance(values, Tensor) or values.shape[:2] != keys.shape[:2]:
         problem = f"layer {number} keeps keys of {tuple(keys.shape)}, and values of another number of heads"
         raise refusal(config, problem, SERVE)

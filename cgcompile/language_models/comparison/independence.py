@@ -1,7 +1,7 @@
 """Checks that outside attention a token's result depends only on its id and position.
 
-Requests share calls: one row of tokens holds the tokens of all lanes.  A convolution or a recurrence would mix the lanes.  A model
-that ignores `position_ids` would use the index in this row as the position.
+Requests share calls: one row holds the tokens of all lanes.  A convolution or a recurrence would mix the lanes.  A model that
+ignores `position_ids` would use a token's index in this row as its position.
 """
 
 from __future__ import annotations

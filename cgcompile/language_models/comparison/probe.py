@@ -1,7 +1,7 @@
 """Finds out in one small call what each layer passes to attention: heads, dims, and which tokens its mask shows.
 
-transformers expresses only in masks which tokens attend to which: sliding windows, chunks, prefixes.  Attention over pages makes no
-masks.  So the probe replaces attention and mask functions, reads the rule of each layer's mask, and refuses unsupported ones.
+In transformers only masks define which tokens a token sees: sliding windows, chunks, prefixes.  Attention over pages has no masks.
+So the probe replaces the functions for attention and masks.  It reads the rule of each layer's mask, and refuses unsupported rules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..architectures.text_half import model_class
 from .refusal import error_text, refusal
 
 TOKENS = 3
-"""Tokens of the call: more than one, because models handle a single token differently."""
+"""Tokens of the probe's call: more than one, because models handle a single token differently."""
 
 HARMLESS = {
     "dropout", "sliding_window", "position_ids", "use_cache", "is_causal", "output_attentions", "cache_position",
@@ -50,15 +50,15 @@ class Layer(NamedTuple):
 
 
 class MaskRule:
-    """Replaces a mask: the function of (batch, head, query, key) from which transformers makes masks.  Code that computes with it
-    gets a TypeError or AttributeError."""
+    """Replaces a mask, and contains the function of (batch, head, query, key) from which transformers makes it.  Model code that
+    computes with the mask gets a TypeError or AttributeError."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
 
 
 def mask_rule(*, mask_function: Callable[..., Tensor], **_: object) -> MaskRule:
-    """The function that transformers calls to make a mask."""
+    """The function that transformers calls to make a mask, during the probe."""
     return MaskRule(mask_function)
 
 
@@ -124,7 +124,7 @@ def window_and_chunk(function: Callable[..., Tensor], longest: int) -> tuple[int
             return size, 0
         if torch.equal(shown, causal & (key // size == query // size)):
             return 0, size
-    except (IndexError, ZeroDivisionError, RuntimeError):  # the rule supports only the tokens of one call
+    except (IndexError, ZeroDivisionError, RuntimeError):  # the rule works only for the tokens of one call
         pass
     return None
 
@@ -133,7 +133,7 @@ def probe_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, cache: Probe | None = None,
     scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The function that transformers calls for attention."""
+    """The function that transformers calls for attention, during the probe."""
     if cache is None:
         problem = f"{type(module).__name__} gets no argument that was given to the model: its layers pass none on"
         raise refusal(module.config, problem, ANOTHER)
@@ -145,7 +145,7 @@ AttentionMaskInterface.register("paged_probe", mask_rule)
 
 
 def probe_layers(network: PreTrainedModel) -> list[Layer]:
-    """Returns the layers, from a call of `TOKENS` tokens.  Raises language-model-refused for unsupported attention."""
+    """Returns the layers of a network, from a call of TOKENS tokens.  Raises language-model-refused for unsupported attention."""
     config = network.config
     probe = Probe(config)
     places = torch.arange(TOKENS, device=next(network.parameters()).device)[None]
@@ -181,7 +181,7 @@ def check_kind(config: PretrainedConfig) -> None:
 
 
 def takes_paged(config: PretrainedConfig) -> bool:
-    """Returns whether every layer of a model can use another attention function than its own."""
+    """Returns whether every layer of a model can use another attention function instead of its own."""
     kind = model_class(config)
     if kind is None or not set(getattr(config.get_text_config(), "layer_types", None) or ()) <= PLAIN:
         return False

@@ -1,4 +1,4 @@
-"""Errors for models that cannot be served from pages: the model type, the feature, and a remedy."""
+"""Errors for models that a paged cache cannot serve: they name the model type, the feature, and a remedy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Makes a small copy of a model's configuration: few layers, small widths, and windows, chunks and contexts of a few tokens.
 
-The copy has every feature of the model, and a short text tests in the copy what a long text tests in the model.
+The copy has every feature of the model.  So a short text with the copy tests what a long text would test with the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIXED: dict[str, int] = {
     "qk_head_dim": 2 * DIM,
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 32),
 }  # fmt: skip
-"""The new value of a number."""
+"""New values of numbers in a configuration, by name."""
 
 MOST: dict[str, int] = {
     **dict.fromkeys(
@@ -51,7 +51,7 @@ MOST: dict[str, int] = {
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
     "kv_n_heads": 2, "rotary_dim": DIM, "max_window_layers": 1, "num_nextn_predict_layers": 0, "index_topk": 8, "index_n_heads": 16,
 }  # fmt: skip
-"""The maximum of a number."""
+"""Maximum values of numbers in a configuration, by name."""
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -112,7 +112,7 @@ def shrunk_layer(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def fewer_heads(values: dict[str, Any]) -> dict[str, Any]:
-    """Reduces to at most two key heads with three query heads each, of DIM dims, and sets matching widths."""
+    """Keeps at most two key heads, each with at most three query heads, of DIM dims.  Sets matching widths."""
     minimum = 4 if values.get("model_type") == "codegen" else 1  # its projection is split into four
     for prefix in ("", "swa_"):
         heads = next((values[prefix + name] for name in HEADS if isinstance(values.get(prefix + name), int)), 0)
@@ -135,7 +135,7 @@ def fewer_heads(values: dict[str, Any]) -> dict[str, Any]:
         "attention_head_dim": 2 * width // max(1, heads), "num_query_groups": heads,
     }  # fmt: skip
     values |= {name: value for name, value in derived.items() if isinstance(values.get(name), int)}
-    if values.get("model_type") == "mamba2":  # its heads are those of the state
+    if values.get("model_type") == "mamba2":  # its `num_heads` are heads of the state, not of attention
         values |= {"num_heads": values["expand"] * width // DIM}
     return values
 

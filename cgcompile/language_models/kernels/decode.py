@@ -1,8 +1,9 @@
 """Attention of one token of each lane to the pages of its cache: Triton kernels for GPUs, PyTorch's operations elsewhere.
 
-Flash decoding: the programs of each key head process the lane's tokens in blocks, and read them once for all query heads that share
-it. A second kernel combines their partial results.  The number of programs follows from recorded sizes, so that a single lane uses
-the whole GPU, too.  Programs without a block write nothing, and the second kernel skips them.
+Flash decoding: several Triton programs process the tokens of a lane and a key head in blocks.  They read each block once for all
+query heads of this key head.  A second kernel combines their partial results.  The number of programs depends only on recorded
+sizes.  It is chosen so that a single lane also uses the whole GPU.  Programs without a block write nothing, and the second kernel
+skips them.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ PROGRAMS = 264
 """Target number of programs: 2 for each of the 132 multiprocessors of an H100 or H200."""
 
 PARTS = 64
-"""Maximum number of parts of a lane."""
+"""Maximum number of programs that share the tokens of a lane and a key head."""
 
 
 def paged_decode(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float, on_gpu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """query (batch, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> attention to the
-    tokens before `length` (batch,) and up to `place` (batch,), the query's position: float32 (batch, heads, dim), and the logarithm
-    of the sum of the weights, float32 (batch, heads); zeros and -inf if there are no tokens.
+    """query (batch, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> the result of
+    attention, float32 (batch, heads, dim), and the logarithm of the sum of the weights, float32 (batch, heads); zeros and -inf if
+    no token is visible.
 
-    `window`: how many tokens up to `place` are visible, 0 for all; `chunk`: those since its last multiple are visible, 0 for all;
-    `softcap`: 0.0 for none; `sinks`: (heads,); `on_gpu`: uses kernels.
+    Tokens before `length` (batch,) are visible, up to the query's position `place` (batch,): the last `window` of them (0: all),
+    and those since the last multiple of `chunk` (0: all).  `softcap`: the limit of scores, 0.0 for none; `sinks`: (heads,), as in
+    `attention.Scores`; `on_gpu`: whether to use the Triton kernels.
     """
     function = paged_decode_op if on_gpu else with_pytorch
     return function(query, keys, values, pages, place, length, sinks, scale, window, chunk, softcap)
@@ -42,7 +44,7 @@ def with_pytorch(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`paged_decode` with PyTorch's operations, over the whole width of the block table."""
+    """Computes `paged_decode` with PyTorch's operations, over all pages of the block table."""
     key, value = [together(cache, pages) for cache in (keys, values)]
     token = torch.arange(key.shape[2], device=query.device)
     seen = (token < length[:, None]) & (token <= place[:, None])
@@ -73,7 +75,7 @@ def partials(
     top = products.amax(-1)
     if sinks is not None:
         top = torch.maximum(top, sinks.float().unflatten(0, heads))
-    top = top.clamp(min=torch.finfo(torch.float32).min)  # -inf where nothing is seen
+    top = top.clamp(min=torch.finfo(torch.float32).min)  # it is -inf if no token is visible, and -inf - -inf is NaN
     weights = (products - top[..., None]).exp()
     total = weights.sum(-1)
     if sinks is not None:
@@ -86,7 +88,7 @@ def with_triton(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`paged_decode` with two kernels."""
+    """Computes `paged_decode` with two Triton kernels."""
     query = query.contiguous()
     batch, heads, dim = query.shape
     key_heads, page = keys.shape[1:3]
@@ -96,7 +98,7 @@ def with_triton(
     tops = query.new_empty((batch, heads, parts, 2), dtype=torch.float32)
     mixed = query.new_empty((batch, heads, dim), dtype=torch.float32)
     total = query.new_empty((batch, heads), dtype=torch.float32)
-    width = max(16, triton.next_power_of_2(dim))  # minimum of tl.dot
+    width = max(16, triton.next_power_of_2(dim))  # tl.dot needs at least 16
     groups = heads // key_heads
     wrap_triton(read_part)[(parts, key_heads, batch)](
         query, keys, values, pages, place, length, sums, tops, pages.shape[1], parts,
@@ -134,7 +136,8 @@ def read_part(
     part, head, lane = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     position = tl.load(place + lane)
     end = tl.minimum(tl.load(length + lane), position + 1)
-    # Begin at a whole block and mask the rest.  If all tokens are visible, pages are loaded before the length is known.
+    # Begin at a multiple of BLOCK, and mask earlier tokens.  Without WINDOW and CHUNK the first pages do not depend on `position`,
+    # so that they are loaded without waiting for it.
     begin = first_seen(position, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
     first = begin + part * BLOCK
     step = tl.arange(0, BLOCK)
@@ -162,7 +165,7 @@ def read_part(
             products = SOFTCAP * (1 - 2 / (1 + tl.exp(2 * products / SOFTCAP)))  # tanh
         seen = live & (token >= first_seen(position, WINDOW, CHUNK)) if WINDOW or CHUNK else live
         products = tl.where(seen[None], products, float("-inf"))
-        higher = tl.maximum(tl.maximum(top, tl.max(products, 1)), -3.0e38)  # -inf where nothing is seen
+        higher = tl.maximum(tl.maximum(top, tl.max(products, 1)), -3.0e38)  # it is -inf if no token is visible
         weights = tl.exp(products - higher[:, None])
         shrink = tl.exp(top - higher)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")

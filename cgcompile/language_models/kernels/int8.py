@@ -73,12 +73,12 @@ def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def with_pytorch(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """`int8_product` with PyTorch's operations."""
+    """Computes `int8_product` with PyTorch's operations."""
     return (F.linear(x, weight.to(x.dtype)).float() * scale).to(x.dtype)
 
 
 def with_triton(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """`int8_product` with the Triton kernel."""
+    """Computes `int8_product` with the Triton kernel."""
     x = x.contiguous()
     (rows, in_features), out_features = x.shape, weight.shape[0]
     product = x.new_empty((rows, out_features))

@@ -1,5 +1,5 @@
-"""8-bit weights for a network of transformers on processors: linear layers, and embeddings, which still share weights with the head
-if they did before.  Activations, norms and the cache stay float32."""
+"""8-bit weights for a network of transformers on CPUs: linear layers, and embeddings, which still share weights with the head if
+they did before.  Activations, norms and the cache stay float32."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def int8_network(network: PreTrainedModel) -> PreTrainedModel:
         weight = module.weight.T if isinstance(module, Conv1D) else module.weight
         if weight.data_ptr() not in rounded_weights:
             rounded_weights[weight.data_ptr()] = quantize_rows(weight)
-        eight, scale = rounded_weights[weight.data_ptr()]
+        int8_weight, scale = rounded_weights[weight.data_ptr()]
         parent, _, leaf = name.rpartition(".")
-        layer = Int8Embedding(eight, scale) if plain else Int8Linear(eight, scale, module.bias)
+        layer = Int8Embedding(int8_weight, scale) if plain else Int8Linear(int8_weight, scale, module.bias)
         setattr(network.get_submodule(parent), leaf, layer)
     return network
 

@@ -1,7 +1,7 @@
 """Attention of several tokens of each lane to the pages of its cache: a Triton kernel for GPUs, PyTorch's operations elsewhere.
 
-Flash attention: each program processes ROWS tokens of one lane and one head.  It reads only the pages that they see, regardless of
-the width of the block table.  It neither concatenates pages nor makes a mask.
+Flash attention: each program processes ROWS tokens of one lane and one head.  It reads only the pages that these tokens see,
+regardless of the width of the block table.  It neither concatenates pages nor makes a mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.library import triton_op, wrap_triton
 from .decode import first_seen, together
 
 ROWS, BLOCK, WARPS, STAGES = 64, 64, 4, 2
-"""Queries of a program, tokens that it reads at a time, and Triton's options."""
+"""Queries of a Triton program, tokens that it reads at a time, and Triton's options."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -29,8 +29,8 @@ def paged_prefill(
     dtype of `query`.
 
     Token i of a lane has position `start + i` and sees all tokens up to it.  If `window` is not 0, it sees the last `window` of
-    them; if `chunk` is not 0, those since its last multiple.  `start` and `count` int64 (batch,).  Rows after the first `count`
-    tokens are ignored. `softcap` and `sinks` as in `paged_decode`.
+    them; if `chunk` is not 0, those since the last multiple of `chunk`.  `start` and `count` int64 (batch,).  Results after the
+    first `count` tokens have no meaning.  `softcap` and `sinks` as in `paged_decode`.
     """
     use_triton = query.device.type == "cuda" and query.dtype != torch.float32  # float32 needs exact products
     function = paged_prefill_op if use_triton else with_pytorch
@@ -41,7 +41,7 @@ def with_pytorch(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """`paged_prefill` with PyTorch's operations, on a copy of the whole width of the block table."""
+    """Computes `paged_prefill` with PyTorch's operations, on a copy of all pages of the block table."""
     batch, seq, heads, _ = query.shape
     groups = heads // keys.shape[1]
     key, value = [together(cache, pages) for cache in (keys, values)]  # (batch, key heads, tokens, dim)
@@ -61,8 +61,8 @@ def with_pytorch(
             products = softcap * torch.tanh(products / softcap)
         products = products.masked_fill(~mask, float("-inf"))
         if sinks is not None:
-            lost = sinks.float().view(1, -1, groups, 1, 1).expand(batch, -1, -1, seq, -1).flatten(2, 3)
-            products = torch.cat([products, lost], -1)
+            sink_scores = sinks.float().view(1, -1, groups, 1, 1).expand(batch, -1, -1, seq, -1).flatten(2, 3)
+            products = torch.cat([products, sink_scores], -1)
         mixed = torch.softmax(products, -1)[..., : key.shape[2]].to(value.dtype) @ value
     else:
         mixed = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
@@ -73,7 +73,7 @@ def with_triton(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """`paged_prefill` with a kernel."""
+    """Computes `paged_prefill` with the Triton kernel."""
     query = query.contiguous()
     batch, seq, heads, dim = query.shape
     key_heads, page = keys.shape[1:3]
@@ -105,7 +105,7 @@ def attend(
     SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Processes ROWS queries of one lane and one head; those that see the most tokens start first."""
+    """Processes ROWS queries of one lane and one head.  Programs whose queries see the most tokens start first."""
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
     before, most = tl.load(start + lane), tl.maximum(tl.load(count + lane) - 1, 0)
@@ -114,7 +114,7 @@ def attend(
     first = before + tl.minimum(block, most)
     end = tl.where(block <= most, before + tl.minimum(block + ROWS - 1, most) + 1, 0)
     begin = first_seen(first, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
-    full = begin if WINDOW or CHUNK else tl.minimum(first + 1, end) // BLOCK * BLOCK  # up to here every row sees every token
+    full = begin if WINDOW or CHUNK else tl.minimum(first + 1, end) // BLOCK * BLOCK  # every row sees all tokens before this one
 
     inside = column < DIM
     offsets = ((lane * seq + row) * HEADS + head)[:, None] * DIM + column[None]
@@ -166,7 +166,7 @@ def attend(
 
 @triton.jit
 def capped(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Returns scores scaled by log2(e), for exp2."""
+    """Returns scores multiplied by log2(e), because exp2 is used instead of exp."""
     if SOFTCAP != 0.0:
         return (SOFTCAP * LOG2E) * (1 - 2 / (1 + tl.exp(products * (2 * SCALE / SOFTCAP))))  # tanh
     else:

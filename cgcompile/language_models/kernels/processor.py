@@ -1,7 +1,7 @@
-"""Operators that language models use on processors.
+"""Operators that language models use on CPUs.
 
-Bundles call C++ functions (targets/kernels/operators.cpp).  Eager PyTorch runs the functions below in double precision, because
-bundles are compared with them and deep models amplify the errors of both.  All float tensors are float32.
+Bundles call C++ functions (targets/kernels/operators.cpp).  Eager PyTorch runs the functions below, in double precision: bundles
+are compared with eager PyTorch, and deep models amplify the rounding errors of both.  All float tensors are float32.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, chunk: int, softcap: float, checked: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`paged_prefill`, with zeros after the first `count` tokens of a lane.  The C++ function reads only the visible pages.
-    `checked`: whether `pages` are known to be valid rows of `keys`, whose number may differ at load time."""
+    """Computes `paged_prefill`, with zeros after the first `count` tokens of a lane.  The C++ function reads only the visible
+    pages.  `checked`: 1 if the caller has checked that `pages` are rows of `keys`, whose number a load may choose."""
     wide = query.double(), keys.double(), values.double()
     mixed = prefill.with_pytorch(*wide, pages, start, count, sinks, scale, window, chunk, softcap).float()
     used = torch.arange(query.shape[1], device=query.device) < count[:, None]

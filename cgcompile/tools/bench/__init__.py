@@ -1,1 +1,1 @@
-"""bench: compares a bundle with other ways to serve the same model: cold start, time of a call, memory, and the outputs."""
+"""bench: compares a bundle with eager PyTorch, torch.compile, CUDA graphs and ONNX Runtime: start, calls, memory, and outputs."""

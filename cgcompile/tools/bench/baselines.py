@@ -1,4 +1,4 @@
-"""The baselines that a bundle is compared with, and the packages that they need."""
+"""The baselines of a benchmark, and the packages that they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves the bundle in a worker that imports only cgbundle and the standard library, like a server without torch."""
+"""Serves the bundle in a worker that does not import torch, like a server with only cgbundle and the standard library."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class BundleModel:
-    """A `worker.ServedModel`.  With `stays` on a GPU, timed calls take inputs on the GPU and use outputs="view".  Otherwise inputs
-    and outputs are in host memory, outputs="copy"."""
+    """A `worker.ServedModel`.  On a GPU with `stays`, inputs of timed calls are on the GPU, with outputs="view".  Otherwise inputs
+    and outputs are in host memory, with outputs="copy"."""
 
     def __init__(self, job: dict[str, Any], laps: Laps, stays: bool) -> None:
         import cgbundle
@@ -53,7 +53,7 @@ class BundleModel:
             _plain(output)
 
     def settle(self, key: int) -> None:
-        """Makes one call: after loading, all recordings are ready."""
+        """Makes at most one call.  The load has already prepared all recordings."""
         if key:
             self.call(key)
 
@@ -91,7 +91,7 @@ class BundleModel:
             driver.check("cuCtxSynchronize", driver.cu.cuCtxSynchronize())
 
     def elapsed(self, call: Callable[[], object], count: int) -> float:
-        """Measures between two events on the stream that calls use for tensors that belong to no framework."""
+        """Measures between two events on the legacy default stream, which calls use for tensors of no framework."""
         from cgbundle.cuda import driver
         from cgbundle.tensors.library import LEGACY_STREAM
 
@@ -123,7 +123,7 @@ class BundleModel:
         return facts
 
     def _upload(self, value: Tensor, index: int) -> Tensor:
-        """Copies `value` to the GPU with the axis order of the signature, so that the runtime does not rearrange it."""
+        """Copies input number `index` to the GPU, with the signature's axis order, so that the runtime need not rearrange it."""
         from cgbundle.cuda import driver
         from cgbundle.format.spans import dense
         from cgbundle.tensors import tensor
@@ -141,6 +141,6 @@ class BundleModel:
 
 
 def _plain(output: Any) -> Tensor:
-    """Returns the tensor of an output, also if the output is a view."""
+    """Returns the tensor of an output, which may be a view."""
     tensor: Tensor = getattr(output, "tensor", output)
     return tensor

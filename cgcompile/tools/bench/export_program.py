@@ -2,9 +2,9 @@
 
     python -m cgcompile.tools.bench.export_program JOB python|onnx
 
-`python` writes `job["program"]`: a class `Program` of PyTorch operations, without weights, and the tables `WEIGHTS` and `ZEROS`.
-A row of `WEIGHTS` is a parameter or buffer: its name, the tensor in weights.safetensors, the order of its axes in memory, whether
-it is a parameter.  `ZEROS` has dtype and shape, by name, of tensors that the file does not contain.
+`python` writes `job["program"]`: a class `Program` of PyTorch operations, without weights, and the tables `WEIGHTS` and `ZEROS`.  A
+row of `WEIGHTS` is a parameter or buffer: its name, the tensor in weights.safetensors, the order of its axes in memory, whether it
+is a parameter.  `ZEROS` maps names to dtype and shape of tensors that weights.safetensors does not contain, because they are zeros.
 `onnx` writes `job["onnx"]`, weights included; it needs the packages onnx and onnxscript.
 
 Private torch interfaces, in 2.11 and 2.13: `Graph.python_code` and its `globals`.
@@ -42,8 +42,8 @@ KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def load(path: str, target: str) -> ExportedProgram:
-    """Loads the program at `path` for the device `target`, without the operators that mark moves.  Raises baseline-unwritable."""
-    from ...model.devices import tracking  # noqa: F401 (a program may hold the operators that mark moves)
+    """Loads the program at `path` for the device `target`, without cgcompile's marker operators.  Raises baseline-unwritable."""
+    from ...model.devices import tracking  # noqa: F401 (registers the marker operators, which a program may contain)
 
     try:
         program = without_markers(torch.export.load(path))
@@ -85,7 +85,7 @@ def with_weights(program: ExportedProgram, weights: Mapping[str, Weight], path: 
 
 
 def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> str:
-    """Returns the file's text.  `weights`: the manifest's rows by name.  Raises baseline-unwritable if that is not possible."""
+    """Returns the text of the Python file.  `weights`: the manifest's rows by name.  Raises baseline-unwritable."""
     inputs: list[str] = []
     rows: list[tuple[str, str, tuple[int, ...], bool]] = []
     used: list[Weight] = []
@@ -131,7 +131,8 @@ class Program(torch.nn.Module):
 
 
 def _written_back(program: ExportedProgram, return_line: str) -> str:
-    """Returns the lines that call a program in functional form, as programs without outputs are stored, and write its buffers."""
+    """Returns lines that call a program in functional form and copy the new values to its buffers.  Programs without outputs are
+    stored in this form."""
     signature = program.graph_signature
     names = {str(spec.target): spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.BUFFER}
     lines = [return_line.replace("return", "made =", 1)]
@@ -177,7 +178,7 @@ def _definition(name: str, value: Any) -> str:
 
 
 def main(path: str, form: str) -> None:
-    """Writes the file that the job requests, and reports the end, or the reason of a failure."""
+    """Writes the file, then an empty answer.  A failure is answered with its reason."""
     sys.excepthook = fail
     with open(path) as file:
         job = json.load(file)

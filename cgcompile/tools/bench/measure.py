@@ -1,6 +1,6 @@
 """The benchmark: measures cold starts in new workers, then times calls in one worker for the bundle and one for each baseline.
 
-All take turns, because the machine's speed changes over time and then affects all of them equally.
+Workers take turns, so that changes of the machine's speed affect all of them equally.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .report import BUNDLE, Benchmark, Error, Memory, Timing, Way, this_machine
 
 ROUNDS = 5
 SHOWN = 4
-"""Default maximum number of measured int_keys; baselines compile or capture each of them."""
+"""SHOWN: the default maximum number of measured int_keys, because baselines compile or capture each of them."""
 
 COLD, WARM = "compile", "compile-warm"
 """Baselines that differ only in their cache: the first one fills it.  Calls of both are timed in one worker."""
@@ -64,9 +64,10 @@ def measure(
     """Measures the bundle at `path` and its baselines, and compares all outputs with the self-test.
 
     - `against`: names in `baselines.BASELINES`; default: all that the bundle's target supports.
-    - `keys`: int_keys of the bundle; default: all, or four of many.
-    - `rounds`: new workers of each, and turns of timed calls; torch.compile with an empty cache is measured once.
-    - `threads`: CPU threads of a call, for the bundle and its baselines; default: what each one uses by itself.
+    - `keys`: int_keys of the bundle; default: all, at most four.
+    - `rounds`: number of new workers for the bundle and each baseline, and of turns of timed calls.  torch.compile with an empty
+      cache is measured once.
+    - `threads`: CPU threads of a call; default: the default of the bundle and of each baseline.
     - `entry`: the entry that is measured; default: the first.
     - `model`: a model.py or package.module:attribute that PyTorch runs instead of the bundle's own program.
 
@@ -163,8 +164,8 @@ class _Run:
             tell.result(", ".join(["the bundle runs", *(description for _, _, description in exports)]))
 
     def cold(self, ways: Sequence[str], rounds: int, stages: Stages) -> None:
-        """Measures cold starts of new workers: one start to warm the page cache, then `rounds` in turns.  torch.compile is measured
-        in the first start, with its empty cache."""
+        """Measures cold starts of new workers: first one start each to fill the page cache, then `rounds` starts in turns.  For
+        torch.compile with an empty cache, the first start is the measured one."""
         turns = [name for name in ways if name != COLD]
         with stages("warm up") as tell:
             for name in turns:
@@ -183,7 +184,7 @@ class _Run:
             tell.result(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
 
     def calls(self, ways: Sequence[str], rounds: int, stages: Stages) -> None:
-        """Times calls in one worker of each; all workers live at the same time and take turns."""
+        """Times calls in one worker for the bundle and one for each baseline.  All workers run at the same time and take turns."""
         shares_worker = COLD in ways and WARM in ways
         timed = [name for name in ways if not (shares_worker and name == WARM)]
         kinds = ("call",) if self.cpu else ("device", "dispatch")
@@ -221,7 +222,7 @@ class _Run:
         return WorkerProcess(module, WORKER.get(name, name), self.job, *more, log=log, environment=environment)
 
     def _take(self, name: str, answer: dict[str, Any], start: bool) -> None:
-        """Stores a worker's answer.  Outputs are checked even if the start is not measured."""
+        """Stores a worker's answer.  `start`: whether the phases of its start count.  Errors of outputs always count."""
         state = self.states[name]
         if start:
             state.starts.append(tuple([answer["laps"].get(phase, 0.0) for phase in PHASES]))
@@ -235,8 +236,8 @@ class _Run:
             raise BuildError("bench-failed", "the bundle's process imported torch, so this does not measure serving without torch")
 
     def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
-        """Returns the error and its bound.  For the bundle this is its own bound; for a baseline the bundle's error is added,
-        because both are compared with the self-test."""
+        """Returns the error and its bound.  The bound of the bundle is that of its self-test.  For a baseline, the bundle's error
+        is added to it, because both are compared with the self-test."""
         proof = next(proof for proof in self.spec.self_test.proofs if proof.key == self.keys[number])
         allowed = self.spec.self_test.bounds
         if name == BUNDLE:
@@ -249,7 +250,7 @@ class _Run:
 
     @contextmanager
     def _failing(self, *names: str) -> Iterator[None]:
-        """Records a failure in the rows of `names`.  Raises bench-failed if it is the bundle."""
+        """Records a failure of the block in the rows of `names`.  Raises bench-failed if the bundle is one of them."""
         try:
             yield
         except BuildError as error:

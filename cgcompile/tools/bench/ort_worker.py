@@ -11,8 +11,8 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 class OnnxModel:
-    """A `worker.ServedModel`.  On a GPU, timed calls have inputs and outputs bound on the GPU.  Kernels run on the session's own
-    stream, so GPU time is the time of whole calls."""
+    """A `worker.ServedModel`.  On a GPU, inputs and outputs of timed calls are bound to memory of the GPU.  Kernels run on a stream
+    of the session, so the GPU time is the time of complete calls."""
 
     def __init__(self, job: dict[str, Any], laps: Laps) -> None:
         import numpy

@@ -1,7 +1,7 @@
 """Draws a benchmark as one self-contained SVG, which follows the reader's light or dark mode.  Pure functions.
 
-Bars are medians, whiskers the smallest and the largest value.  Cold starts and memory have a linear axis.  Times of int_keys can
-differ much, so every int_key has its own axis.
+Bars show medians; whiskers show the smallest and the largest value.  Cold starts and memory have a linear axis.  Times of int_keys
+can differ much, so every int_key has its own axis.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A bar of pieces (class, length) with whiskers from `low` to `high`, in the panel's unit, followed by `text`."""
+    """A bar of `pieces`, (CSS class, length), with a whisker from `low` to `high` in the panel's unit, followed by `text`."""
 
     name: str
     pieces: tuple[tuple[str, float], ...]
@@ -50,7 +50,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """Bars under a title; `legend`: (class, meaning) of their pieces."""
+    """Bars under a title.  `legend`: (CSS class, meaning) of their pieces."""
 
     title: str
     bars: tuple[Bar, ...]

@@ -28,10 +28,10 @@ LONGEST = 300
 
 
 class WorkerProcess:
-    """Runs `python -m MODULE ARGUMENTS` with standard error in `log`.  The context manager kills it at the end.
+    """Runs `python -m MODULE ARGUMENTS` with standard error in `log`.  The context manager kills the process at the end.
 
-    It has its own session: it ends together with its children (compile workers), and only the parent receives an interrupt of the
-    terminal.
+    The process leads a new session.  So its children (compile workers) are killed with it, and Ctrl-C in the terminal interrupts
+    only the parent.
     """
 
     def __init__(self, module: str, *arguments: object, log: Path, environment: Mapping[str, str] | None = None) -> None:

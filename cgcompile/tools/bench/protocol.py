@@ -1,20 +1,21 @@
 """The protocol between the benchmark and its workers: clock, phases of a start, jobs and answers (JSON).
 
-Imports only modules that Python has already loaded, so that a worker pays only for the imports that it needs itself.
+Imports only modules that Python has already loaded, so that it adds nothing to the measured imports of a worker.
 
 A job (`processes.write_job`):
 - `bundle` its folder, `target` "cpu" or "cuda", `entry` its name, `keys` int_keys in order, `call` the manifest's tree;
 - `orders` each input's axes from outermost to innermost in memory, `outputs` the number of outputs;
 - `mutated` positions of inputs that a call changes, `state` whether calls change buffers;
-- `calls` from the initial state until the outputs equal the self-test's, `compared` whether outputs can be compared;
-- `weights` a file, `model` the user's or "", `train` whether it stays in training mode;
+- `calls` the number of calls from the initial state to the outputs of the self-test, `compared` whether outputs can be compared;
+- `weights` a file, `model` the user's model or "", `train` whether it stays in training mode;
 - `threads` of a call on the CPU, null for the default;
-- `program` and `onnx` files that are exported first.
+- `program` and `onnx` the files that `export_program` writes first.
 
 The answer of a worker that is ready:
 - `laps` seconds by phase, `memory` as `worker.resident_bytes`, `torch` whether it is imported;
 - `errors` {"errors", "exact"} per int_key;
-- on a GPU `device`, bytes in addition to the context; of the bundle `gpu` and `driver`; of torch.compile `hits` of its disk cache.
+- on a GPU `device`, bytes in addition to the context; from the bundle `gpu` and `driver`; from torch.compile the `hits` in its disk
+  cache.
 The answer to a request is `seconds`.  A process that fails answers `failed` and `hint`.
 """
 
@@ -38,11 +39,11 @@ MARK = "@cgcompile.tools.bench "
 """Prefix of a line of standard output that is an answer.  Other lines come from the user's model."""
 
 STAY = "stay"
-"""Last argument of a worker that times calls on request after its start."""
+"""The last argument of a worker that stays after its start, to time calls on request."""
 
 PHASES = ("start", "import", "load", "call", "ready")
-"""From process start: the interpreter; imports; weights and other work before a call; the first call; the rest, until every int_key
-runs at full speed.  Inputs and outputs of the first call are in host memory."""
+"""From process start: the interpreter; imports; weights and other work before a call; the first call; further calls until every
+int_key runs at full speed.  Inputs and outputs of the first call are in host memory."""
 
 
 def now() -> float:
@@ -78,7 +79,7 @@ def difference(self_test: Mapped, tensors: Iterable[tuple[str, str, bytes]]) -> 
 
 
 def beside_stored(self_test: Mapped, name: str, dtype: str, got: bytes) -> tuple[float, bool]:
-    """Returns (error, bitwise equal) of a tensor against the self-test's tensor, which may be condensed."""
+    """Returns (error, bitwise equal) of a tensor against that of the self-test, which may be stored as hashes and samples."""
     from cgbundle.tensors import comparison
 
     if comparison.stand_in(self_test.entries, name):

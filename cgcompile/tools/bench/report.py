@@ -29,7 +29,7 @@ PACKAGES = ("torch", "triton", "onnxruntime", "cuda-bindings")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds of one call at an int_key, a value per round.
+    """Seconds of one call at an int_key, one value for each round.
 
     `what`: "call" is the whole call on the CPU; "dispatch" its CPU time on a GPU target; "device" its GPU time."""
 
@@ -42,7 +42,7 @@ class Timing:
 class Memory:
     """Bytes that a worker uses when every int_key is ready.
 
-    `resident`: in main memory; `own`: the part that is private and not backed by a file; `device`: on the GPU in addition to the
+    `resident`: in main memory; `own`: the part that is private and was written; `device`: on the GPU in addition to the
     CUDA context (-1: no GPU, or unknown)."""
 
     resident: int
@@ -68,8 +68,8 @@ class Error:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """One way to serve the model.  `starts`: seconds of each phase (`protocol.PHASES`), a row per process.  `why`: one line that
-    says why it was not, or not completely, measured; "" if it was."""
+    """The results of the bundle or of one baseline.  `starts`: seconds of each phase (`protocol.PHASES`), a row per process.
+    `why`: one line that says why something was not measured; "" if everything was."""
 
     name: str
     starts: tuple[tuple[float, ...], ...]
@@ -111,10 +111,10 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """Results of the bundle at `path` and its baselines; the first of `ways` is the bundle.
+    """Results of the bundle at `path` and its baselines.  `ways`: the bundle, then the baselines.
 
-    `keys`: the measured int_keys, with their `names`, of `recorded` in total.  `notes` (topic, text) explain the numbers.
-    `interrupted`: not everything was measured."""
+    `keys`: the measured int_keys; `names`: the keys as text; `recorded`: the number of int_keys in the bundle.  `notes`: (topic,
+    text) that explain the numbers.  `interrupted`: whether Ctrl-C ended the benchmark early."""
 
     path: str
     name: str
@@ -134,7 +134,7 @@ class Benchmark:
         return self.ways[0]
 
     def wrong(self) -> list[str]:
-        """Returns a sentence for every wrong output, by way and int_key."""
+        """Returns a sentence for every int_key of the bundle or of a baseline whose outputs are wrong."""
         names = dict(zip(self.keys, self.names, strict=True))
         return [
             f"{way.name}: outputs at {names[deviation.key]} differ by {deviation.error:.1e}, "

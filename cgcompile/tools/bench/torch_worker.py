@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WARMUPS = 3
 """Runs before a capture, as in PyTorch's documentation.
 
-torch.compile with mode="reduce-overhead" needs as many calls until it replays an int_key: a run, a recording, a replay.
+torch.compile with mode="reduce-overhead" also needs three calls of an int_key: a run, a recording, a first replay.
 """
 
 
@@ -90,7 +90,7 @@ class TorchModel:
 
         name = file_names.self_test_entry(self._job["keys"][key], kind, index, self._job["entry"])
         with closing(Mapped(f"{self._job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)) as self_test:
-            if name not in self_test.entries:  # condensed
+            if name not in self_test.entries:  # only hashes and samples are stored
                 return beside_stored(self_test, name, str(got.dtype).removeprefix("torch."), bytes(raw(got).numpy()))
             expected = _tensor(self_test, name)
             return compare(expected, got).error, torch.equal(expected, got)
@@ -135,7 +135,7 @@ class TorchModel:
             if key not in self._graphs:
                 self._capture(key, inputs)
             graph, static, outputs = self._graphs[key]
-            for static_input, tensor in zip(static, inputs, strict=True):  # a user would also copy, replay, read
+            for static_input, tensor in zip(static, inputs, strict=True):  # what a user of CUDA graphs does: copy, replay, read
                 static_input.copy_(tensor)
             graph.replay()
             for index in self._job["mutated"]:
@@ -166,7 +166,7 @@ class TorchModel:
 
 
 class InitialBuffers:
-    """Keeps copies of a module's buffers by name, because a call may replace a buffer by another tensor."""
+    """Copies of a module's buffers, by name, because a call may replace a buffer by another tensor."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -258,7 +258,7 @@ class UserModule:
 
 def _inputs(job: dict[str, Any], key: int) -> list[torch.Tensor]:
     """Returns the self-test's inputs at an int_key, on the CPU, in the signature's layout."""
-    from cgbundle.format import file_names  # late: not part of the measured start
+    from cgbundle.format import file_names  # imported here, after the measured start
     from cgbundle.format.safetensors import Mapped
 
     with closing(Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)) as self_test:

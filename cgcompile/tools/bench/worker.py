@@ -1,8 +1,8 @@
 """A measured process: `python -m cgcompile.tools.bench.worker WAY JOB [stay]`.
 
-It serves every int_key of the job once.  Then it reports the seconds of each phase of its start, the errors of its outputs against
-the self-test, and its memory.  With `stay` it then times calls, one per line of standard input until its end: `call 0`, `dispatch
-0` or `device 0`.  The number is the position of an int_key in the job.
+It calls the model with every int_key of the job.  Then it reports the seconds of each phase of its start, the errors of its outputs
+against the self-test, and its memory.  With `stay` it then reads requests to time calls, one from each line of standard input:
+`call 0`, `dispatch 0` or `device 0`.  The number is the position of an int_key in the job.
 
 WAY is `bundle`, which imports only cgbundle, `eager`, `compile`, `manual` or `ort`.  JOB is a file of `processes.write_job`.
 """
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUDGET = 0.2
-"""Approximate seconds of one request to time calls."""
+"""Approximate seconds that a worker spends on one request."""
 
 FEWEST, MOST = 3, 1000
-"""Minimum and maximum calls per request."""
+"""Minimum and maximum number of calls for a request."""
 
 BURST = 4
-"""Calls between two synchronizations when dispatch is timed: the GPU still runs the first while the last is launched.  More would
-fill the driver's launch queue (1024 entries) when a baseline launches every kernel, and the CPU would wait."""
+"""Calls between two synchronizations when dispatch is timed.  The GPU still runs the first call while the CPU launches the last.
+With more calls, a baseline that launches every kernel would fill the driver's launch queue (1024 entries), and wait for the GPU."""
 
 
 class ServedModel(Protocol):
@@ -54,7 +54,7 @@ class ServedModel(Protocol):
 
 
 def main(way: str, path: str, *more: str) -> None:
-    """Opens the model, reports its start once it is ready, and with STAY times calls until stdin ends."""
+    """Opens the model and reports its start.  With STAY, then times calls until stdin ends."""
     laps = Laps()
     laps.mark("start")
     sys.excepthook = fail
@@ -97,15 +97,15 @@ def _open(way: str, job: dict[str, Any], laps: Laps, stays: bool) -> ServedModel
 
 
 def time_calls(served: ServedModel, call: Callable[[], object]) -> float:
-    """Returns the median seconds of single calls, without freeing the result."""
+    """Returns the median seconds of single calls; freeing the result is not included."""
     from statistics import median
 
-    _seconds_of_each(call, BUDGET / 10, 1)  # warm up: the processor's caches contain another worker's data
+    _seconds_of_each(call, BUDGET / 10, 1)  # warm up: another worker has replaced the contents of the processor's caches
     return median(_seconds_of_each(call, BUDGET))
 
 
 def time_dispatch(served: ServedModel, call: Callable[[], object]) -> float:
-    """Returns the median CPU seconds of single calls; launches never wait for the GPU."""
+    """Returns the median CPU seconds of single calls, none of which waits for the GPU."""
     from statistics import median
     from time import perf_counter
 
@@ -142,7 +142,7 @@ def _seconds_of_each(call: Callable[[], object], budget: float, fewest: int = FE
 
 
 def resident_bytes() -> dict[str, int]:
-    """Returns bytes of this process in memory: `resident` all, `own` those that are private and not backed by a file."""
+    """Returns bytes of this process in memory: `resident` is all of them, `own` those that are private and were written."""
     with open("/proc/self/smaps_rollup") as file:
         rows = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in file) if "kB" in rest}
     return {"resident": rows["Rss"], "own": rows["Private_Dirty"]}

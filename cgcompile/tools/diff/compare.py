@@ -12,7 +12,7 @@ from .bundle_files import BundleFiles, module_states
 from .differences import Difference
 
 IGNORED_FIELDS = ("created", "source", "machine")
-"""Fields of the provenance that are ignored: place and time of the build."""
+"""Fields of the provenance that are ignored: time, source and machine of the build."""
 
 PARTS = (
     "bundle", "target", "signature", "sizes", "memory", "weights", "regions", "steps", "kernels", "nodes", "module state",
@@ -59,7 +59,7 @@ def _compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
 
 
 def _rank_differences(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
-    """Yields the differences of ranks 1 and up, as far as both bundles have them: see `schema.World`."""
+    """Yields the differences of the ranks from 1 on that both bundles have: see `schema.World`."""
     sizes = [world.size if world and not world.rank else 1 for world in (a.manifest.world, b.manifest.world)]
     for number in range(1, min(sizes)):
         for row in compare(a.rank(number), b.rank(number)):
@@ -71,7 +71,7 @@ def _state_hash(bundle: BundleFiles) -> str:
 
 
 def _explained_files(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -> Iterator[str]:
-    """Yields files whose differences need no row of their own, because differences of `parts` already explain them.
+    """Yields files whose differences are not reported as rows, because differences of `parts` already explain them.
 
     All recordings are among them.  If two recordings differ without a reported difference, only bytes differ that no kernel reads.
     """

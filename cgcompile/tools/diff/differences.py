@@ -37,7 +37,7 @@ class Difference:
 T = TypeVar("T")
 
 Row = Mapping[str, Any]
-"""The fields of a record, with names instead of positions."""
+"""The fields of a record by name; references to other records are names, not numbers."""
 
 
 BARE = ("dtype", "shape")

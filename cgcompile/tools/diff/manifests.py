@@ -1,6 +1,6 @@
 """Compares two manifests.
 
-Rows are matched by name, values and steps by position.  References by number are replaced by names before the comparison.
+Rows are matched by name, values and steps by position.  Before the comparison, references by number are replaced by names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEASURED = ("error", "errors", "distance")
 
 
 def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    """Yields the differences by part; differences of entries follow entry by entry."""
+    """Yields the differences of two manifests, part by part and entry by entry."""
     both = (a, b)
     pairs = common_entries(a, b)
     yield from compare_fields("bundle", "", *[as_row(manifest, *ELSEWHERE) for manifest in both])
@@ -98,7 +98,7 @@ def _with_entry_name(pair: Pair, differences: Iterator[Difference]) -> Iterator[
 
 
 def common_programs(a: EntrySpec, b: EntrySpec) -> list[tuple[str, Program, Program]]:
-    """Returns the programs of the int_keys that both entries have, with the key as text.  `sizes` reports other keys."""
+    """Returns the programs of the int_keys that both entries have, with the key as text.  The part `sizes` reports other keys."""
     theirs = {program.key: program for program in b.programs}
     return [(key_text(a, mine.key), mine, theirs[mine.key]) for mine in a.programs if mine.key in theirs]
 
@@ -241,7 +241,7 @@ def _regions(a: Manifest, b: Manifest) -> Iterator[Difference]:
 
 
 def _steps(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Difference]:
-    """Compares for every int_key the sequence of steps, and if it is equal, the first value that differs."""
+    """Compares the sequence of steps of every int_key.  If it is equal, reports the first value that differs."""
     for key, mine, theirs in common_programs(*pair):
         chains = [
             value_text([f"{step.kind} {name}".strip() for step, name in zip(row.steps, step_regions(manifest, row), strict=True)])
@@ -262,13 +262,13 @@ def _steps(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Difference]:
 
 
 def _chosen(program: Program) -> str:
-    """Returns the chosen lowering, "" if there was no choice.  Their times differ from build to build and are not compared."""
+    """Returns the chosen lowering, "" if there was no choice.  The lowerings' times differ from build to build and are ignored."""
     return next((lowering.name for lowering in program.lowerings if lowering.chosen), "")
 
 
 def _values(entry: EntrySpec, program: Program) -> list[tuple[str, str]]:
-    """Returns every value that the call or a step reads or writes: its place and a description.  The description contains the
-    number, because all values of the cpu target have offset 0."""
+    """Returns for every value that the call or a step reads or writes: where it is used, and a description.  The description
+    contains the value's number, because all values of the cpu target have offset 0."""
     uses = [(f"input {spec.name}", index) for spec, index in zip(entry.inputs, program.inputs, strict=True)]
     uses += [(f"output {spec.name}", index) for spec, index in zip(entry.outputs, program.outputs, strict=True)]
     for number, step in enumerate(program.steps):

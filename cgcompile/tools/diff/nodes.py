@@ -18,7 +18,7 @@ KINDS: dict[type, str] = {
 }
 
 IMAGE = "image"
-"""The name of a difference: two nodes launch kernels with the same symbol, but from different images."""
+"""The name of the difference of two nodes whose kernels have the same symbol, but are from different images."""
 
 DIGITS = 12
 """Digits of an image's SHA-256, as in `inspect --kernels`."""
@@ -27,7 +27,7 @@ WORD = 8
 """Maximum bytes of a parameter that is shown as one number or address; a larger one is a struct."""
 
 SMALL = 1 << 24
-"""Numbers from here on are shown in hexadecimal, because most of them are floats or addresses."""
+"""Numbers of this size or more are shown in hexadecimal, because most of them are floats or addresses."""
 
 
 def kind(node: Node) -> str:

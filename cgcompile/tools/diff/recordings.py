@@ -15,7 +15,7 @@ from .manifests import key_text, step_regions
 from .nodes import DIGITS, IMAGE, changes, kind, place, title
 
 Launches = Mapping[str, Counter[str]]
-"""Symbol -> SHA-256 of an image -> launches per call, summed over all int_keys."""
+"""Maps a kernel's symbol and the SHA-256 of its image to the number of launches: one call of each int_key."""
 
 SHOWN = 3
 """Maximum number of images of a symbol that are listed."""
@@ -62,7 +62,7 @@ def _images(counts: Counter[str]) -> str:
 
 
 def compare_nodes(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
-    """Compares for each common int_key and region the numbers of nodes by kind, the first differing node, and the edges."""
+    """Compares the recordings of each common int_key and region: nodes by kind, the first node that differs, and the edges."""
     theirs = recording_files(b)
     for where, name in recording_files(a).items():
         if where in theirs and a.files[name].sha256 != b.files[theirs[where]].sha256:
@@ -70,7 +70,7 @@ def compare_nodes(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
 
 
 def compare_recordings(where: str, a: Recording, b: Recording) -> Iterator[Difference]:
-    """Yields the differences between two recordings, with the name `where`."""
+    """Yields the differences between two recordings, all with the name `where`."""
     counts = [Counter([kind(node) for node in recording.nodes]) for recording in (a, b)]
     if counts[0] != counts[1]:
         facts = {"nodes_a": counts[0].total(), "nodes_b": counts[1].total()}

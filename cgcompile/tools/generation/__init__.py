@@ -1,1 +1,1 @@
-"""Benchmarks generation: a bundle of `cgcompile build FOLDER`, with a paged cache, against `generate` of transformers."""
+"""Compares how fast a bundle of `cgcompile build FOLDER` generates text with how fast `generate` of transformers does."""

@@ -12,7 +12,7 @@ from .job import prompt_of
 
 
 def main(path: str) -> None:
-    """Answers after all measurements."""
+    """Measures, then writes one answer: see `job`."""
     laps = Laps()
     laps.mark("first")
     sys.excepthook = fail
@@ -46,7 +46,7 @@ def main(path: str) -> None:
 
 
 class Lanes:
-    """Texts in lanes; each lane has its own pages."""
+    """Generates texts.  A lane is a row of the batch: it holds one text, and has its own pages of the cache."""
 
     def __init__(self, program: Any, job: dict[str, Any]) -> None:
         self._program, self._job = program, job
@@ -55,7 +55,8 @@ class Lanes:
         self._tables: dict[int, tuple[Any, ...]] = {}
 
     def read(self, lane: int) -> int:
-        """Prefills the prompt of a lane in chunks, as many in parallel as a call has lanes.  Returns the next token."""
+        """Prefills the prompt of a lane in chunks, and returns the next token.  If the job says `several`, a call reads several
+        consecutive chunks, one in each of its lanes."""
         prompt = prompt_of(lane, self._job["prompt"], self._job["vocabulary"])
         token, parallel = 0, self._lanes if self._job["several"] else 1
         for begin in range(0, len(prompt), self._seq * parallel):
@@ -72,11 +73,11 @@ class Lanes:
         return token
 
     def step(self, place: int, tokens: list[int]) -> list[int]:
-        """Returns the next token of each lane, after token number `place` of its answer."""
+        """Returns the next token of each lane.  `tokens`: the last token of each lane, number `place` (from 1) of its answer."""
         batch = next(size for size in sorted(self._decode) if size >= len(tokens))
         count = len(tokens)
         padding = [0] * (batch - count)
-        if count not in self._tables:  # arguments that do not change between steps are made once, as in a server
+        if count not in self._tables:  # created once, as in a server, because they do not change between steps
             self._tables[count] = (
                 self._pages(range(count), batch, self._decode[batch]), self._integers([*range(1, count + 1), *padding], batch),
                 *self._sampling(batch),

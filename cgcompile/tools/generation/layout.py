@@ -1,4 +1,4 @@
-"""Reads from the manifest how a bundle of a language model is laid out.
+"""Reads the sizes and dtypes of a language model's entries and cache from the manifest of its bundle.
 
 The convention is that of cgcompile/language_models/causal_lm.py.  Entries `prefill` and `decode` take ids, count, start, pages,
 slot and the fields of sampling, and return `token`.  The cache `keys_0` is (pages, heads, tokens in a page, dim); `seen` has a row
@@ -17,17 +17,19 @@ from ...errors import BuildError
 
 INPUTS = ("ids", "count", "start", "pages", "slot")
 ADAPTER = "adapter"
-"""The next input of a bundle with adapters."""
+"""The input after these, if the bundle has adapters."""
 
 ENTRIES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """`prefill`: lanes, tokens and blocks of the recorded prefill for the prompts.  `several`: several of its lanes may read one
-    prompt.  `decode`: (lanes, blocks) of the recorded decodes with the most blocks.  `page`: tokens in a page.  `pages` and
-    `slots`: their numbers, including the unused first one; the maximum if a load chooses them.  `sampling`: the dtypes of its
-    fields.  `vocabulary`, `dtype`: of the model.  `adapters`: whether lanes select an adapter."""
+    """A lane is a row of the batch; its blocks are the maximum number of its pages.
+
+    `prefill`: lanes, tokens per lane and blocks of the recorded prefill for the prompts.  `several`: whether several of its lanes
+    may read one prompt.  `decode`: (lanes, blocks) of the recorded decodes with the most blocks.  `page`: tokens in a page.
+    `pages`, `slots`: how many the cache has, with the unused first one; the maximum if a load chooses the number.  `sampling`:
+    the dtypes of the sampling fields.  `vocabulary`, `dtype`: of the model.  `adapters`: whether lanes select an adapter."""
 
     prefill: tuple[int, int, int]
     several: bool

@@ -23,9 +23,10 @@ SPEC = "requests=256,rate=8,arrivals=poisson,prompt=32-2000,answer=16-512,shared
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """`requests` arrive at `rate` per second (infinite: all at once), with "poisson" or "fixed" `arrivals`.  At most `clients` are
-    open (0: no limit).  A prompt has `prompt` tokens and an answer `answer` tokens, uniform within the range; or `lengths` lists
-    both, repeatedly.  The first `shared` tokens of all prompts are equal."""
+    """`requests` arrive at `rate` per second (infinite: all at once), with "poisson" or "fixed" `arrivals`.  At most `clients`
+    requests are open (0: no limit).  The numbers of tokens are uniform in the ranges `prompt` and `answer`.  If `lengths` is not
+    empty, its (prompt, answer) pairs are used instead, in order and repeatedly.  `shared` more tokens, the same ones,
+    precede every prompt."""
 
     requests: int = 256
     rate: float = math.inf
@@ -49,7 +50,8 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The result of a request: the seconds to each piece of its answer, the tokens of prompt and answer, and the error, or ""."""
+    """The result of a request.  `times`: seconds until each part of the answer arrived; `seconds`: until its end; `prompt` and
+    `tokens`: the numbers of tokens of prompt and answer; `error`: its text, or ""."""
 
     times: tuple[float, ...]
     seconds: float

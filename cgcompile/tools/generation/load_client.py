@@ -1,4 +1,4 @@
-"""Sends a load to a server with OpenAI's protocol, and measures when each piece of an answer arrives."""
+"""Sends a load to a server with OpenAI's protocol, and measures when each part of an answer arrives."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Server:
         self._host, self._port = host, port
 
     async def complete(self, model: str, request: Planned) -> Answered:
-        """Reads one streamed answer."""
+        """Sends a request and reads its streamed answer."""
         body = {
             "model": model, "prompt": list(request.prompt), "max_tokens": request.answer, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True},

@@ -1,4 +1,4 @@
-"""The benchmark of generation: runs new processes one after the other, for the bundle and for transformers."""
+"""The benchmark of generation.  It runs the bundle and the baselines of transformers in new processes, one after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..bench.report import BUNDLE, Machine, this_machine
 from .layout import Layout, read_layout
 
 BATCHES, PROMPT, TOKENS = (1, 8, 32, 128, 256), 128, 64
-"""Batches in lanes, tokens of a prompt, and timed tokens after it; reduced to what the cache can hold."""
+"""Numbers of texts that run together, tokens of a prompt, timed tokens after it; at most what the cache can hold: see `lengths`."""
 
 BASELINES = ("eager", "compile")
 """Eager `generate`, and `generate` with a static cache, which transformers compiles."""
@@ -29,9 +29,9 @@ BASELINES = ("eager", "compile")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generator:
-    """One way to generate.  For each process the seconds from its start: `firsts` to the first token, `seconds` to the second,
-    which may include compilation.  `rates`: (lanes, best tokens per second of all lanes).  `made`: the tokens of the first prompt.
-    `why`: one line that says why it was not measured, or ""."""
+    """The results of the bundle or of one baseline.  `firsts`: seconds from process start to the first token, for each process.
+    `seconds`: the same to the second token, which may include compilation.  `rates`: (lanes, best tokens per second of all lanes).
+    `made`: the tokens generated for the first prompt.  `why`: one line that says why it was not measured, or ""."""
 
     name: str
     firsts: tuple[float, ...] = ()
@@ -41,14 +41,14 @@ class Generator:
     why: str = ""
 
     def same(self, other: Generator) -> int:
-        """Returns the number of equal tokens at the start."""
+        """Returns how many tokens are equal to those of `other` before the first different one."""
         pairs = list(zip(self.made, other.made, strict=False))
         return next((index for index, (token, other_token) in enumerate(pairs) if token != other_token), len(pairs))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationBenchmark:
-    """The bundle at `path`, first of `ways`, and its baselines: `tokens` generated after prompts of `prompt` tokens."""
+    """Results for `tokens` tokens, generated after prompts of `prompt` tokens.  `ways`: the bundle at `path`, then baselines."""
 
     path: str
     name: str
@@ -74,14 +74,14 @@ def measure_generation(
     threads: int | None = None,
     progress: Watcher | None = None,
 ) -> GenerationBenchmark:
-    """Measures how fast a bundle of a language model generates, and transformers with the weights of the folder `model`.
+    """Measures how fast a language model's bundle generates, and how fast transformers does with the weights of folder `model`.
 
     - `against`: names in BASELINES; default: both, if `model` is given.
-    - `rounds`: new processes of each, and timed runs in each process.
+    - `rounds`: the number of new processes for the bundle and each baseline, and of timed runs in each process.
     - `threads`: CPU threads of a call.
 
-    A baseline that fails has a row with the reason.  Raises bench-failed for a bundle of another kind or one that does not run
-    here, baseline-unknown, source-missing for a `model` without config.json, and the errors of an invalid bundle.
+    A baseline that fails has a row with the reason.  Raises bench-failed for a bundle of another kind, or that does not run
+    here; baseline-unknown; source-missing for a `model` without config.json, and the errors of an invalid bundle.
     """
     bundle = Archive(os.fspath(path))
     verify.check_bundle(bundle)
@@ -120,7 +120,11 @@ def measure_generation(
                             raise BuildError("bench-failed", f"the bundle does not run here: {error}", error.hint) from None
                         why[name] = f"failed: {error}"
             tell.result(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
-    ways = [_way(name, answers.get(name, []), why.get(name, "")) for name in (BUNDLE, *BASELINES) if name in answers or name in why]
+    ways = [
+        _generator(name, answers.get(name, []), why.get(name, ""))
+        for name in (BUNDLE, *BASELINES)
+        if name in answers or name in why
+    ]
     return GenerationBenchmark(
         path=os.fspath(path), name=bundle.manifest.name, target=target, machine=this_machine({}, load), prompt=prompt,
         tokens=tokens, batches=batches, rounds=rounds, ways=tuple(ways),
@@ -128,7 +132,7 @@ def measure_generation(
 
 
 def lengths(layout: Layout) -> tuple[int, int, tuple[int, ...]]:
-    """Returns the tokens of a prompt, the tokens to generate, and the lanes that the cache can hold."""
+    """Returns the number of tokens of a prompt, the number of tokens to generate, and the batches that the cache can hold."""
     most = max(batch for batch, _ in layout.decode)
     batches = tuple([batch for batch in BATCHES if batch <= min(most, layout.slots - 1) and layout.longest(batch) >= 4])
     longest = layout.longest(max(batches))
@@ -147,7 +151,7 @@ def _answer(name: str, job: Path, scratch: Path) -> dict[str, Any]:
     return answer
 
 
-def _way(name: str, answers: Sequence[dict[str, Any]], why: str) -> Generator:
+def _generator(name: str, answers: Sequence[dict[str, Any]], why: str) -> Generator:
     laps = [answer["laps"] for answer in answers]
     rates: dict[int, float] = {}
     for answer in answers:

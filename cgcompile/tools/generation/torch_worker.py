@@ -1,6 +1,6 @@
 """Generates with transformers: `python -m cgcompile.tools.generation.torch_worker HOW JOB`.
 
-HOW is eager, or compile: with a static cache, transformers compiles the step of one token.
+HOW is `eager` or `compile`.  With `compile` the cache is static, so that transformers compiles the step of one token.
 
 Private interface (transformers 5.17, 5.23): `CompileConfig._compile_all_devices`, without which it compiles only on a GPU.
 """
@@ -17,7 +17,7 @@ from .job import prompt_of
 
 
 def main(how: str, path: str) -> None:
-    """Answers after all measurements."""
+    """Measures, then writes one answer: see `job`."""
     laps = Laps()
     laps.mark("first")
     sys.excepthook = fail

@@ -157,8 +157,8 @@ def build(
 
     if quiet and verbose:
         raise UsageError("--quiet and --verbose cannot be used together", "leave one of them out")
-    # OpenMP reads it when torch is loaded.  Threads that spin while they wait slow down other processes: on two cores a build of
-    # MiniLM took 90 s instead of 42.
+    # OpenMP reads this variable when torch is loaded.  Threads that spin while they wait slow down other processes:
+    # on two cores a build of MiniLM took 90 s instead of 42.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     begin = time.perf_counter()
     program = os.path.abspath(model) if os.path.exists(model) else model
@@ -195,7 +195,7 @@ def _summary(built: Built, model: str, seconds: float, stages: Table | None) -> 
 
     manifest, many = built.manifest, len(built.manifest.entries) > 1
     distinct = dict.fromkeys([finding for entry in manifest.entries for finding in entry.findings])
-    served = is_language_model(manifest)  # the server pads the calls, and the network of the build writes to its cache
+    served = is_language_model(manifest)  # its server pads calls, and all calls write to the cache: no remarks on these
     findings = list(dict.fromkeys([_line(finding) for finding in distinct if not (served and finding.rule == "mutated-buffer")]))
     fields: list[Field] = [
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
@@ -236,7 +236,7 @@ def _line(finding: Finding) -> str:
 
 
 def _proof(manifest: Manifest, entry: EntrySpec, seconds: Mapping[str, float]) -> list[str]:
-    """Returns a line per method: how many int_keys, and the error nearest to its bound.  `seconds`: by stage of the build."""
+    """Returns a line per method of proof: the number of int_keys, and the error nearest to its bound.  `seconds`: by stage."""
     from ..inspection.program_rows import near_recording
 
     proofs, lines = entry.self_test.proofs, []

@@ -36,7 +36,7 @@ MEANING = {"refuse": "no bundle can be built", "host": "runs on the host between
 COLOURS = {"refuse": "bold red", "host": "yellow", "note": "dim"}
 
 BRANCH, ONE_WAY = "data-dependent-branch", ", of the one way through that branch which the example inputs took"
-"""The rule of a data-dependent branch or loop, and the text about regions after it."""
+"""The rule of a data-dependent branch or loop, and a text about the regions of a model with such a finding."""
 
 OPERATIONS = 8
 """Maximum operators of a region that are listed."""
@@ -97,7 +97,7 @@ def check(
 
 
 def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Groups findings with the same rule, line and message, as from a layer that is called twelve times."""
+    """Groups findings with the same rule, line and message, for example of a layer that is called twelve times."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         place = (finding.severity, finding.where) if finding.where else (finding.node,)

@@ -1,4 +1,4 @@
-"""`cgcompile explain`: explains a finding, an error or a reason against padding, and the remedy."""
+"""`cgcompile explain`: explains the cause and the remedy of a finding, of an error, or of a dimension that is not padded."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _errors_by_stage(errors: Sequence[Explanation]) -> dict[str, list[Explanatio
 
 
 def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Formats two columns with minimum width, and the text."""
+    """Formats rows: two columns with the minimum width, then a text."""
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return [f"{name:<{first}}  {middle:<{second}}  {text}" for name, middle, text in rows]
 

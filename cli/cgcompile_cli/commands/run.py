@@ -135,7 +135,7 @@ def run(
 
 
 def _inputs_again(entry: EntrySpec, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """Returns a function that copies the current inputs, because a replay writes to some of them."""
+    """Returns a function that returns the current inputs again, with copies of those that a replay writes to."""
     copies = {index: tensors[index].clone() for index in entry.mutated_inputs}
     return lambda: [copies[index].clone() if index in copies else value for index, value in enumerate(tensors)]
 

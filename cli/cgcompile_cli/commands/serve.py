@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..options import Threads
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-"""Powers of two by the first letter of the unit."""
+"""Exponents of 2 by the first letter of the unit."""
 
 
 def serve(

@@ -1,4 +1,4 @@
-"""`cgcompile sign`: signs a bundle's manifest, so that owners of the public key can verify who built the bundle."""
+"""`cgcompile sign`: signs a bundle's manifest, so that anyone with the public key can verify who built the bundle."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _size_text(kept_stages: Sequence[Kept]) -> str:
     return f"{count(sum(row.files for row in kept_stages), 'file')}, {size(sum(row.bytes for row in kept_stages))} ({parts})"
 
 
-# --- far away ---------------------------------------------------------------------------------------------------------
+# --- remote folders ---------------------------------------------------------------------------------------------------
 
 
 def push(bundle: BundlePath, url: Url, force: Force = False, as_json: AsJson = False) -> None:
@@ -84,7 +84,7 @@ def push(bundle: BundlePath, url: Url, force: Force = False, as_json: AsJson = F
     from cgcompile.bundle.manifest_text import bundle_bytes
 
     transferred = cgcompile.push(bundle, url, replace=force)
-    _tell_transfer(transferred.place, bundle_bytes(transferred.manifest), transferred.moved, as_json)
+    _show_transfer(transferred.place, bundle_bytes(transferred.manifest), transferred.moved, as_json)
 
 
 def pull(
@@ -105,10 +105,10 @@ def pull(
     from cgcompile.bundle.manifest_text import bundle_bytes
 
     transferred = cgcompile.pull(url, out, replace=force)
-    _tell_transfer(transferred.place, bundle_bytes(transferred.manifest), transferred.moved, as_json)
+    _show_transfer(transferred.place, bundle_bytes(transferred.manifest), transferred.moved, as_json)
 
 
-def _tell_transfer(place: str, total: int, moved: int, as_json: bool) -> None:
+def _show_transfer(place: str, total: int, moved: int, as_json: bool) -> None:
     if as_json:
         write_json({"path": place, "bytes": total, "moved": moved})
     else:

@@ -76,7 +76,7 @@ def verify(
 
 
 def _signed(signature: Signature | None, keys: Sequence[str]) -> str:
-    """Returns a text about the signature's key, "" without a signature."""
+    """Returns a text with the key of the signature, "" without a signature."""
     if signature is None:
         return ""
     return f"signed by key {signature.key.hex()}" + ("" if keys else ", which was not checked: give --key")
@@ -159,5 +159,5 @@ def _row(manifest: Manifest, row: dict[str, Any]) -> tuple[str, str, str, str]:
     from ..inspection.program_rows import bound_text
 
     entry = entry_named(manifest, row["entry"])
-    promise = "same bits" if entry.self_test.compare == BITS else bound_text(row["tolerance"])
-    return name_key(entry, row["key"]), f"{float(row['error']):.1e}", promise, "ok" if row["passed"] else "FAILED"
+    bound = "same bits" if entry.self_test.compare == BITS else bound_text(row["tolerance"])
+    return name_key(entry, row["key"]), f"{float(row['error']):.1e}", bound, "ok" if row["passed"] else "FAILED"

@@ -1,4 +1,4 @@
-"""`inspect` of an engine's bundle: the graphs, and the input and output tensors of `cgbundle.attach`."""
+"""`inspect` for a bundle of CUDA graphs that another program captured: the graphs, and the tensors of `cgbundle.attach`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def driver(number: int) -> str:
-    """Formats a driver version, such as 13000.  An engine's graphs need exactly this version."""
+    """Formats a driver version, such as 13000.  Graphs of another program need exactly this version."""
     return f"CUDA driver {number // 1000}.{number % 1000 // 10}, no other"
 
 

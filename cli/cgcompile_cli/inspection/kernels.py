@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cgbundle.format.schema import Manifest
 
 CHOICES = "kernels.json"
-"""The file with the configurations of the kernels that the compiler chose."""
+"""The file with the configurations that the compiler chose for kernels."""
 
 
 class KernelLaunches(NamedTuple):
@@ -52,7 +52,7 @@ def kernels(path: str, manifest: Manifest) -> list[KernelLaunches]:
 
 
 def kernel_table(rows: list[KernelLaunches]) -> Table:
-    """Makes a row per kernel.  The configuration is below the name, because a name may fill the line."""
+    """Makes a row per kernel.  The configuration is on a second line, because a name may fill the first."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,6 +1,7 @@
 """Maps the memories of a program to the steps and nodes that use them: `inspect --memory`.  Pure functions.
 
-A *place* is an address that the program uses.  A recording does not contain its length: it ends at the next place, at the latest.
+A *place* is a range of memory that begins at an address which the program uses.  A recording does not contain the range's length,
+but it ends at the latest where the next place begins.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DRAWN = ("state", "inputs", "arena", "host")
 """Memories that are drawn place by place.  Weights are only read, so one line suffices."""
 
 LETTERS = {WRITES: "w", REFERS: "x", READS: "r"}
-"""Letters for uses; a column shows the first one that applies."""
+"""Letters for uses.  A column shows the first letter that applies."""
 
 ROWS = 400
 """Maximum places of a program that are drawn."""
@@ -37,7 +38,7 @@ class Place(NamedTuple):
 
 
 def order(steps: Sequence[Sequence[NodeRow]]) -> list[NodeRow]:
-    """Returns all nodes of a program in order: their positions are the columns of a map."""
+    """Returns all nodes of a program in order.  Their positions in this list are the columns of a map."""
     return [node for nodes in steps for node in nodes]
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BETWEEN = "-"
 SHADES = " .:=+*#@"
-"""Density of use of a part of the arena, from none to highest."""
+"""Characters for the number of nodes that use a part of the arena, from none to the most."""
 
 LEGEND = "w written, r read, x one or both, - between the first and the last use"
 
@@ -111,7 +111,7 @@ def rows(places: Sequence[Place], total: int, width: int) -> Iterator[tuple[str,
 
 
 def shades(places: Iterable[Place], memory: str, whole: int, program_bytes: int, width: int) -> str:
-    """Draws a program's `memory` in `width` characters for `whole` bytes: how many nodes use each part of its `program_bytes`."""
+    """Draws how many nodes use each part of a `memory`: `width` characters for `whole` bytes, up to the `program_bytes`."""
     parts = [place for place in places if place.memory == memory]
     begins = [place.begin for place in parts]
     cells = []

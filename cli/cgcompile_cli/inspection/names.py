@@ -24,8 +24,8 @@ class Names:
     def of(self, memory: str, offset: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> str:
         """Returns the name of a byte of `memory` in a step that reads and writes the given values.
 
-        Other values are ignored: at other times the arena contains other values.  A value that the step writes names only its first
-        byte: before it is written, its memory may contain a value with another layout.
+        Other values are ignored, because in other steps the arena contains other values.  A value that the step writes names only
+        its first byte: before it is written, its memory may contain a value with another layout.
         """
         key = (memory, offset, reads, writes)
         if key not in self._known:
@@ -59,7 +59,7 @@ class Names:
 
 
 def roles(entry: EntrySpec, program: Program) -> dict[int, str]:
-    """Returns the roles of the call's values: position -> `input x`, `output y`, or both."""
+    """Maps the values of the call's inputs and outputs, by position in the program, to `input x`, `output y`, or both."""
     texts: dict[int, str] = {}
     for kind, positions, specs in (("input", program.inputs, entry.inputs), ("output", program.outputs, entry.outputs)):
         for position, spec in zip(positions, specs, strict=True):

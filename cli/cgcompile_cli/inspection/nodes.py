@@ -1,11 +1,11 @@
-"""Describes the steps of a program, with a row for each node, copy and host region.
+"""Describes the steps of a program: one row for each node, copy and host region.
 
-A recording contains addresses, but not how a kernel uses them.  The uses follow from these rules:
+A recording contains addresses, but not how kernels use them.  These rules give the uses:
 - memory `weights` is only read, and so are inputs of the call and of a step that are not in `mutated_inputs`;
 - a memset writes, a memcpy reads its source and writes its target, copy and host steps name their reads and writes;
 - a kernel that sets the condition of a branch or loop reads one byte;
 - every kernel writes something: if all its addresses but one are only read, it writes that one.
-For every other address it is only known that the kernel refers to it.
+For all other addresses it is unknown whether the kernel reads or writes them: it "refers to" them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Reference(NamedTuple):
 
 
 class NodeRow(NamedTuple):
-    """A node of a recording, or a whole copy or host step.
+    """A node of a recording, or a copy or host step.
 
     `kind` is kernel, memset, memcpy, empty, conditional, copy or host; `number` the node's position in its recording.  `what` is
-    the kernel's symbol, or a description.  `after` are the nodes that it waits for; `early` those with programmatic edges. `grid`,
-    `block` and `cluster` are (x, y, z), or (); `shared` is the bytes of dynamic shared memory.  `body` is the body of a conditional
-    node that contains this node, or -1; `depth` the nesting depth; `bodies` are those of a conditional node.
+    the kernel's symbol, or a description.  `after` are the nodes that it waits for; `early` those of them with programmatic edges.
+    `grid`, `block` and `cluster` are (x, y, z), or (); `shared` is the bytes of dynamic shared memory.  `body` is the body of a
+    conditional node that contains this node, or -1; `depth` the nesting depth; `bodies` are those of a conditional node.
     """
 
     step: int
@@ -115,7 +115,7 @@ def graph_rows(table: Table, entry: EntrySpec, program: Program, index: int, nam
 
 
 def _nested(table: Table, rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields (position, depth) of every node."""
+    """Yields (position, depth) of every node, in launch order; the nodes of bodies follow their conditional node."""
     graphs: list[list[int]] = [[] for _ in table.spans()]
     for number in launch_order(table):
         graphs[table.graph(number)].append(number)
@@ -141,7 +141,7 @@ class _Reader(NamedTuple):
         return Reference(how, where, offset, length, self.names.of(where, offset, self.step.inputs, self.step.outputs))
 
     def only_read(self, memory: int, offset: int) -> bool:
-        """Returns whether no kernel of a valid bundle writes there."""
+        """Returns whether kernels of a valid bundle only read at this address."""
         if MEMORIES[memory] != "inputs":
             return MEMORIES[memory] == "weights"
         mutated = [self.program.inputs[position] for position in self.entry.mutated_inputs]
@@ -186,8 +186,8 @@ def _memset(table: Table, row: int, reader: _Reader) -> NodeRow:
     width, height, pitch = table.memset_width[row] * table.memset_element[row], table.memset_height[row], table.memset_pitch[row]
     rows = f" in {height} rows, {pitch} B apart" if height > 1 else ""
     what = f"memset {size(width * height)} to {table.memset_value[row]:#x}{rows}"
-    reach = (height - 1) * pitch + width
-    target = reader.reference(WRITES, table.memset_memory[row], table.memset_offset[row], reach)
+    length = (height - 1) * pitch + width
+    target = reader.reference(WRITES, table.memset_memory[row], table.memset_offset[row], length)
     return _BARE._replace(kind="memset", what=what, references=(target,))
 
 
@@ -197,8 +197,8 @@ def _memcpy(table: Table, row: int, reader: _Reader) -> NodeRow:
     ends = []
     for end, how in enumerate((READS, WRITES)):
         pitch, rows = pitches[2 * end : 2 * end + 2]
-        reach = ((depth - 1) * rows + height - 1) * pitch + width
-        ends.append(reader.reference(how, table.memcpy_memory[2 * row + end], table.memcpy_offset[2 * row + end], reach))
+        length = ((depth - 1) * rows + height - 1) * pitch + width
+        ends.append(reader.reference(how, table.memcpy_memory[2 * row + end], table.memcpy_offset[2 * row + end], length))
     return _BARE._replace(kind="memcpy", what=f"memcpy {size(width * height * depth)}", references=tuple(ends))
 
 
@@ -214,7 +214,7 @@ def _conditional(table: Table, row: int, reader: _Reader) -> NodeRow:
 
 
 _READ = (_empty, _kernel, _memset, _memcpy, _conditional)
-"""By the kinds of nodes in cgbundle.tables.table."""
+"""Functions that describe a node, in the order of the kinds in cgbundle.tables.table."""
 
 
 def _step_row(manifest: Manifest, program: Program, index: int, step: Step, names: Names) -> NodeRow:

@@ -24,7 +24,7 @@ def steps(program: Program) -> str:
 
 
 def programs(entry: EntrySpec) -> Table:
-    """Makes a row per int_key: steps, memory, verification.  Of many rows only the first and the last are shown."""
+    """Makes a row per int_key: steps, memory, verification.  If there are many rows, shows the first ones and the last one."""
     names = " x ".join([dimension.name for dimension in entry.dimensions]) or "int_key"
     heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *distance_head(entry))
     rows = program_rows(entry)
@@ -59,12 +59,12 @@ def _without_graphs(cells: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def distance_head(entry: EntrySpec) -> tuple[str, ...]:
-    """Returns the title of the additional column of `program_rows`."""
+    """Returns the title of the additional column of `program_rows`, () if there is none."""
     return (">from recording",) if near_recording(entry) else ()
 
 
 def near_recording(entry: EntrySpec) -> bool:
-    """Returns whether replays are compared with a recording within a tolerance; the difference then has a column."""
+    """Returns whether replays are compared with a recording within a tolerance.  Then a column shows the difference."""
     return entry.self_test.expected == "recording" and entry.self_test.compare == "tolerance"
 
 

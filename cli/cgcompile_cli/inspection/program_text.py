@@ -53,7 +53,7 @@ def is_chain(nodes: Sequence[NodeRow]) -> bool:
 
 
 def heading(manifest: Manifest, program: Program, index: int, nodes: Sequence[NodeRow]) -> list[str]:
-    """Returns `step 0, graph model: 22 nodes, each behind the one before (graphs/model-4.bin)`, and what parentheses mean."""
+    """Returns `step 0, graph model: 22 nodes, each behind the one before (graphs/model-4.bin)`, and a line about parentheses."""
     step = program.steps[index]
     order = ", each behind the one before" if is_chain(nodes) and len(nodes) > 1 else ""
     lines = [f"step {index}, graph {manifest.regions[step.region].name}: {count(len(nodes), 'node')}{order} ({step.file})"]

@@ -10,7 +10,7 @@ from .page import OPENING
 
 
 def check_place(file: str, bundle: str) -> None:
-    """Raises UsageError if `file` is a directory, its folder is missing, it lies in the bundle, or it exists and is no report."""
+    """Raises UsageError if `file` is a directory, has no folder, lies in the bundle, or exists and is not a page of `inspect`."""
     folder = os.path.dirname(file) or "."
     if not file:
         raise UsageError("--html: expected the name of a file", "name one, or - for stdout")
@@ -29,7 +29,7 @@ def check_place(file: str, bundle: str) -> None:
 
 
 def write(file: str, page: str) -> int:
-    """Writes the page to a temporary file and renames it, so that the write is atomic.  Returns its bytes."""
+    """Writes the page to a temporary file and renames it, so that the write is atomic.  Returns the number of bytes."""
     data = page.encode()
     if os.path.lexists(file) and not os.path.isfile(file):  # a pipe or a device
         with open(file, "wb") as stream:
@@ -39,7 +39,7 @@ def write(file: str, page: str) -> int:
     try:
         handle, temporary = tempfile.mkstemp(dir=os.path.dirname(place), prefix=".inspect-", suffix=".html")
     except OSError as error:
-        raise OSError(error.errno, error.strerror, file) from None  # the name from the user
+        raise OSError(error.errno, error.strerror, file) from None  # with the file name from the user
     try:
         with os.fdopen(handle, "wb") as output:
             output.write(data)

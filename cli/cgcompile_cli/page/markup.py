@@ -26,7 +26,7 @@ def text(value: object) -> Html:
 
 
 def joined(parts: Iterable[object], separator: str = "") -> Html:
-    """Joins the parts; those that are not Html are escaped."""
+    """Joins the parts.  Parts that are not Html are escaped."""
     return Html(separator.join([text(part) for part in parts]))
 
 

@@ -1,7 +1,7 @@
-// Narrows a list of nodes to those that hold what is typed, or the name that is clicked, and opens the list that a link leads to.
-// It stands in the page, which allows it by its hash alone; without it everything is there, only unnarrowed.
+// Filters a list of nodes by the words that the reader types, or by a name that the reader clicks.  Opens the list to which a link
+// points.  The script is part of the page, whose content security policy allows it by its hash.  Without it all nodes are shown.
 for (const find of document.querySelectorAll(".find")) {
-  const box = find.querySelector("input"), told = find.querySelector("output");
+  const box = find.querySelector("input"), counter = find.querySelector("output");
   const rows = [...find.parentElement.querySelectorAll("tbody tr")];
   const texts = rows.map(row => row.textContent.toLowerCase());
   const narrow = () => {
@@ -9,7 +9,7 @@ for (const find of document.querySelectorAll(".find")) {
     let left = 0;
     rows.forEach((row, at) => { left += !(row.hidden = !words.every(word => texts[at].includes(word))); });
     find.parentElement.classList.toggle("some", words.length > 0);
-    told.textContent = words.length ? left + " of " + rows.length : "";
+    counter.textContent = words.length ? left + " of " + rows.length : "";
   };
   find.hidden = false;
   box.addEventListener("input", narrow);

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 CLASSES = {READS: "r", WRITES: "w", REFERS: "x"}
 
 LISTED = 4000
-"""Maximum nodes in the page.  Those of the first and the last int_key are always listed, others while they fit.  A node takes about
-600 bytes."""
+"""Maximum number of nodes in the page; a node takes about 600 bytes.  The first and the last int_key are always listed, other
+int_keys if their nodes fit."""
 
 MOST_LANES = 12
-"""Maximum lanes that are drawn; with more, only the column "after" shows the edges."""
+"""Maximum number of lanes that are drawn.  With more lanes, only the column "after" shows the edges."""
 
 LANE = 12
-"""Width of a lane; the height of a row follows from its text."""
+"""Width of a lane in pixels.  The height of a row depends on its text."""
 
 Steps = Sequence[Sequence[NodeRow]]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], class_: str | None = None) -> Html:
-    """Makes a table; a head with ">" is right-aligned.  Every cell contains its head, for screens too narrow for columns."""
+    """Makes a table; a head with ">" is right-aligned.  Every cell also has its head as an attribute, for narrow screens."""
     columns = [(head.strip(">"), "n" if head.startswith(">") else None) for head in heads]
     first = tag("thead", tag("tr", *[tag("th", head, class_=side) for head, side in columns]))
     lines = [
@@ -51,7 +51,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], class_: str | 
 
 
 def step_boxes(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Iterator[Html]:
-    """Yields the steps as boxes with arrows, once for all int_keys with the same steps."""
+    """Yields the steps as boxes with arrows, once for all int_keys whose steps have the same kinds."""
     linked_programs = _listed_programs(steps)
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, program in enumerate(entry.programs):
@@ -70,7 +70,7 @@ def step_boxes(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> 
 
 
 def _box(manifest: Manifest, entry: EntrySpec, index: int, place: int, nodes: Sequence[Sequence[NodeRow]], linked: bool) -> Html:
-    """Makes the box of a step: kind, region, numbers of nodes, inputs and outputs, and the reason of a host region."""
+    """Makes the box of a step: kind, region, numbers of nodes, inputs and outputs, and why a region runs on the host."""
     program = entry.programs[index]
     step = program.steps[place]
     lines: list[object] = []
@@ -152,7 +152,7 @@ def _list(manifest: Manifest, entry: EntrySpec, index: int, place: int, node_row
 
 
 def _lanes(row: LaneRow, width: int) -> Html:
-    """Draws a row of lanes.  A line of length 0 with round ends is a dot, independent of the row's height."""
+    """Draws a row of lanes.  The node is a line of length 0 with round ends: a dot that does not stretch with the row's height."""
     middle = [LANE // 2 + LANE * lane for lane in range(width)]
     center = middle[row.lane]
     drawn = [f"M{middle[lane]} 0V20" for lane in row.passing]
@@ -180,7 +180,7 @@ def _row(node: NodeRow, lane: Html, chain: bool) -> Html:
 
 
 def kernel_rows(rows: Sequence[KernelLaunches]) -> Iterator[Html]:
-    """Yields the kernels, the most launched first."""
+    """Yields a sentence and the table of the kernels, in the order of `rows`."""
     configured = any(row.configuration or row.chosen for row in rows)
     heads = (">launches", ">image", "kernel", *(("configuration", "chosen by") if configured else ()), "SHA-256")
     lines = [
