@@ -94,7 +94,7 @@ def missing_entry(name: str, entries: Collection[str]) -> EntryMissing:
 
 
 def missing_attribute(owner: object, name: str, entries: Collection[str]) -> AttributeError:
-    """The error for an attribute of an object whose entries are attributes."""
+    """The error for an unknown attribute of an object that has entries as attributes."""
     problem = f"no attribute {name!r}{did_you_mean(name, entries)}, and the bundle no entry but {', '.join(entries)}"
     return AttributeError(f"{type(owner).__name__!r} object has {problem}")
 

@@ -58,7 +58,7 @@ class Spans:
 
     def __init__(self, rows: Iterable[tuple[str, int, int, int]]) -> None:
         self._begins: dict[str, list[int]] = {}
-        self._furthest: dict[str, list[tuple[int, int]]] = {}  # (end, number) of the piece that ends last among those so far
+        self._furthest: dict[str, list[tuple[int, int]]] = {}  # (end, number) of the row that ends last, up to this row
         for memory, begin, end, number in sorted(row for row in rows if row[1] < row[2]):
             known = self._furthest.setdefault(memory, [])
             known.append(max(known[-1], (end, number)) if known else (end, number))
