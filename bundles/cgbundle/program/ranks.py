@@ -1,4 +1,4 @@
-"""A model over several GPUs: driven by one process and called as one, or each rank in its own process."""
+"""A model over several GPUs: one process drives all ranks, or each rank has its own process."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from .exchanging import (
 
 class RanksBackend(ExchangingBackend):
     """Rank 0's backend, which drives the other ranks. Inputs are copied to every rank; outputs are rank 0's. `others`: bundles of
-    the other ranks; `devices`: GPUs of all, each for as many ranks as run at once. After `timeout` seconds of waiting for a rank
-    all calls raise rank-timeout. Raises as `CudaBackend`, and wrong-machine for devices that cannot access each other's memory."""
+    the other ranks; `devices`: the GPU of each rank, for as many ranks as run at once. After `timeout` seconds of waiting for a
+    rank all calls raise rank-timeout. Raises as `CudaBackend`, and wrong-machine if a device cannot access another's memory."""
 
     def __init__(
         self, bundle: Archive, others: Sequence[Archive], devices: Sequence[int], mode: str = "graph", *,
@@ -91,7 +91,7 @@ class RanksBackend(ExchangingBackend):
         CPU."""
         self._check_ranks()
         if device is None and caller_captures():
-            return super().run(program, addresses, device, stream)  # which refuses it
+            return super().run(program, addresses, device, stream)  # refuses the call
         if device is not None:
             self._give_inputs(program, addresses, stream)
         for number, other in enumerate(self._others):
@@ -117,7 +117,7 @@ class RanksBackend(ExchangingBackend):
         call("cuEventRecord", self._ready, stream)
 
     def _follow(self, number: int, other: CudaBackend, program: int, addresses: Sequence[int] | None) -> None:
-        """A replay on another rank; `addresses` of inputs on the CPU, None if they were copied before."""
+        """Replays on another rank. `addresses`: inputs on the CPU; None if the inputs were copied before."""
 
         def replay(stream: Any) -> None:
             bound = other._bound[program]
@@ -139,7 +139,7 @@ class RanksBackend(ExchangingBackend):
     # --- what lasts from call to call -------------------------------------------------------------------------
 
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
-        """Stores the state of random numbers, equal on all ranks. Other state belongs to each rank."""
+        """Stores the state of the random numbers on all ranks. Raises ranks-refused for other state."""
         if weight != self._manifest.random:
             raise unsupported("writing state other than random numbers, because each rank has its own")
         super().store(weight, address, device, stream)
@@ -207,10 +207,10 @@ def open_ranks(
 
 
 class OneRankBackend(ExchangingBackend):
-    """A rank's backend; each process makes the same calls in the same order. `bundle` is the rank's, `whole` rank 0's. The
+    """A rank's backend; each process makes the same calls in the same order. `bundle` is this rank's, `whole` is rank 0's. The
     processes connect at `rendezvous`, a path of this host. They wait for each other for `timeout` seconds, there and in every call;
-    later all calls raise rank-timeout, or ranks-unlike if another rank made another call. `seed` is equal on all ranks. Raises as
-    `CudaBackend` and `connect_ranks`."""
+    after that all calls raise rank-timeout, or ranks-unlike if another rank made another call. `seed` is equal on all ranks. Raises
+    as `CudaBackend` and `connect_ranks`."""
 
     def __init__(
         self, bundle: Archive, whole: Archive, device: int, rendezvous: str, mode: str = "graph", *,
@@ -256,11 +256,10 @@ class OneRankBackend(ExchangingBackend):
             self._peer_cleanup = undo.pop_all()
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
-        """Replays this rank. A different call of another rank, or a missing one, is raised after a call from the CPU, or at the
-        next call."""
+        """Replays this rank. If another rank makes another call or none, this or the next call raises an error."""
         self._check()
         if device is None and caller_captures():
-            return super().run(program, addresses, device, stream)  # which refuses it
+            return super().run(program, addresses, device, stream)  # refuses the call
         self._call_log.record(program)
         results = super().run(program, addresses, device, stream)
         self._copy_status(self._world.rank, stream)
