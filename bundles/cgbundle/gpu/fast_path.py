@@ -43,7 +43,7 @@ def fast_path(
     lock: ExclusiveLock, forks: int, programs: Programs, number: int, order: StreamOrder, context: Context, caller: Caller
 ) -> Callable[[list[int], Sequence[Any]], Any]:
     """`Backend.fast_path` for a bound program that writes to no input, in the session of `lock`. `forks`: `FORKS.number` at load.
-    Every microsecond counts, so a `Turn` is used by its parts."""
+    To save microseconds, it calls the parts of a `Turn`."""
     bound = programs.ready[number]
     inputs, device, current_context = bound.inputs, context.index, context.handle
     stream, counts, finish, run = caller.stream, caller.counts, caller.finish, _launched(bound, caller)
@@ -79,7 +79,7 @@ def fast_path(
                     check("cuCtxPopCurrent", error)
         finally:
             if not inside:
-                try:  # noqa: SIM105  a context of Python's could be interrupted
+                try:  # noqa: SIM105  a context manager in Python could be interrupted
                     release()
                 except RuntimeError:  # as in `Turn`
                     pass
