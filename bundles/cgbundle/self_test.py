@@ -33,14 +33,14 @@ from .tensors.self_test_tensors import ComparedTensor, is_exact, self_test_tenso
 from .tensors.self_test_tensors import inputs_of as inputs_of
 from .tensors.tensor import Tensor, copy, empty, from_bytes
 
-POISON = 0xFF  # fills memory that no replay may read before it writes it: NaN, or -1
+POISON = 0xFF  # fills memory that a replay must write before it reads it: NaN, or -1
 BITS = "bits"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A compared tensor. `error` as in `comparison.difference`; `exact`: equal bits; `text`: the difference, "" if floats may
-    differ."""
+    """A compared tensor. `error` as in `comparison.difference`; `exact`: equal bits; `text`: the difference in words; "" for equal
+    bits, and for floats that pass."""
 
     title: str
     error: float
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """The error nearest to its bound, or furthest beyond."""
+        """The error that is largest in proportion to its bound."""
         return nearest([(tensor.error, tensor.bound) for tensor in self.tensors])[0]
 
     @property
@@ -84,7 +84,7 @@ class Result:
 
 
 Outputs = dict[str, safetensors_writer.Tensor]
-"""Results by the self-test's names; `8x128/call-0/1` is output 1 of the first of several calls."""
+"""Results by their names in the self-test; `8x128/call-0/1` is output 1 of the first of several calls."""
 
 
 def replay_self_test(
@@ -101,7 +101,7 @@ def replay_self_test(
 
 
 def name_key(entry: EntrySpec, key: Sequence[int]) -> str:
-    """`batch=8, seq=128`; of another entry than forward `decode: batch=8`."""
+    """The sizes as text: `batch=8, seq=128`; for another entry than forward `decode: batch=8`."""
     return key_text(entry.dimensions, key, entry.name)
 
 
@@ -118,7 +118,7 @@ def _replay(self_test: Mapped, program: Program, spec: EntrySpec, proof: Proof, 
         program.reset()
     if manifest.random is not None:
         program.seed(0)
-    # a cache of zeros may be most of a GPU's memory: nothing of it is held here before it is compared
+    # initial state of zeros is not copied: a cache may take most of a GPU's memory
     first = {index: program.state_bytes(index) for index in state if not manifest.weights[index].zeros}
     actual: Outputs = {}
     for call in range(spec.self_test.calls):
@@ -203,15 +203,15 @@ def _beside_condensed(self_test: Mapped, name: str, row: ComparedTensor, got: by
 
 
 def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, Any]:
-    """Replays the self-test in a fresh process: the result of `main`, with `exit_code`. `keys`: one of them must have signed the
-    bundle. `outputs`: file for the results of failed replays."""
+    """Replays the self-test in a fresh process. Returns what `main` prints, with `exit_code`. `keys`: one of them must have signed
+    the bundle. `outputs`: file for the results of failed replays."""
     options = ("--outputs", outputs) if outputs else ()
     return run_fresh("cgbundle.self_test", [*options, path, *keys], path)
 
 
 def run_fresh(module: str, arguments: Sequence[str], path: str) -> dict[str, Any]:
-    """Runs a module of the runtime in a fresh process: the JSON object on its last line, with `exit_code`. A process without one is
-    an error of the bundle at `path` ("error", "hint", "code")."""
+    """Runs a module of the runtime in a fresh process: the JSON object on its last line, with `exit_code`; without one, an error of
+    the bundle at `path` ("error", "hint", "code")."""
     import subprocess
 
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -274,9 +274,9 @@ class ChainResult:
 
 
 def replay_chained(program: Program) -> list[ChainResult]:
-    """Compares calls that read donated outputs in place with calls on copies, from the initial state: for every int_key that may
-    read donated outputs, and every entry that provides some (one of its int_keys), the source entry, random other entries, then the
-    reader, all with inputs of the self-test. Before the second run reads in place, other memory is overwritten."""
+    """Compares calls that read donated outputs in place with calls on copies, for every int_key that may read donated outputs and
+    every entry that provides some (one of its int_keys). A run starts from the initial state, and calls the source, random other
+    entries, then the reader, with inputs of the self-test. All other memory is overwritten before the reader."""
     takers: dict[int, dict[int, list[tuple[int, int]]]] = {}
     for donation, source, target in donating_programs(program.manifest):
         takers.setdefault(target, {}).setdefault(source, []).append((donation.output, donation.input))
@@ -316,7 +316,7 @@ class _ChainedCalls:
     def run(
         self, source: int, pairs: Sequence[tuple[int, int]], target: int, drawn: random.Random, *, chained: bool
     ) -> list[bytes]:
-        """The target's outputs, which reads the source's in place (`chained`) or as copies."""
+        """The outputs of the target, which reads the source's outputs in place (`chained`) or as copies."""
         self.program.reset()
         if self.program.manifest.random is not None:
             self.program.seed(0)
@@ -332,7 +332,7 @@ class _ChainedCalls:
         return [self.read(target, output, results) for output in range(len(self.rows[target][0].outputs))]
 
     def call(self, number: int, inputs: Mapping[int, int | bytes]) -> Any:
-        """Replays a program. Inputs that are not given as address or bytes come from the self-test."""
+        """Replays a program. `inputs`: addresses or bytes by position; the self-test has the other inputs."""
         (entry, program), backend = self.rows[number], self.backend
 
         def replayed(stream: Any) -> Any:
@@ -342,7 +342,7 @@ class _ChainedCalls:
                 if data is None:
                     name, value = self_test_entry(program.key, "input", index, entry.name), program.values[program.inputs[index]]
                     source = from_bytes(stored(self.self_test, name), value.dtype, value.shape)
-                    memory = empty("uint8", (len(source.tobytes()),))  # the value's order of axes, which is dense
+                    memory = empty("uint8", (len(source.tobytes()),))  # dense, with the value's order of axes
                     copy(Tensor(memory.address, value.dtype, value.shape, value.strides, memory), source)
                     data = memory.tobytes()
                 if isinstance(data, bytes):
