@@ -99,7 +99,7 @@ def open_program(path: str | os.PathLike[str], device: int = 0, **options: Any) 
 
 
 def _open(path: Any, device: Any, devices: Any = None, *, replicas: bool = False, **options: Any) -> Any:
-    """Starts the context in another thread, and meanwhile imports everything else."""
+    """Starts the context in another thread, and imports the rest meanwhile."""
     first = devices[0] if isinstance(devices, list | tuple | range) and devices else device
     begins = type(first) is int and first >= 0 and not replicas
     context = _begin_context(path, first) if begins else ContextFuture(None)

@@ -39,8 +39,8 @@ BITS = "bits"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A compared tensor. `error` as in `comparison.difference`; `exact`: equal bits; `text`: the difference in words; "" for equal
-    bits, and for floats that pass."""
+    """A compared tensor. `error` as in `comparison.difference`; `exact`: equal bits; `text`: the difference, "" for equal bits and
+    floats that pass."""
 
     title: str
     error: float
@@ -101,7 +101,7 @@ def replay_self_test(
 
 
 def name_key(entry: EntrySpec, key: Sequence[int]) -> str:
-    """The sizes as text: `batch=8, seq=128`; for another entry than forward `decode: batch=8`."""
+    """Text: `batch=8, seq=128`; for another entry than forward `decode: batch=8`."""
     return key_text(entry.dimensions, key, entry.name)
 
 

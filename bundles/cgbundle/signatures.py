@@ -1,5 +1,5 @@
-"""Signatures of bundles: a file beside the manifest has the manifest's signature, which is checked with public keys that the caller
-trusts. The manifest has the hashes of all other files. The package `cryptography` is imported only if a key is given."""
+"""Signatures of manifests, each in a file beside it, and the public keys that a caller trusts. A manifest has the hashes of all
+other files. The package `cryptography` is imported only if a key is given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Key: TypeAlias = str | os.PathLike[str] | bytes
 """The path of a PEM file, 64 hexadecimal digits, or 32 bytes."""
 
 Keys: TypeAlias = Key | Sequence[Key]
-"""Public keys that are trusted: the path of a PEM file, 64 hexadecimal digits, or 32 bytes; or several of these."""
+"""Trusted public keys: a `Key`, or several."""
 
 KEY_BYTES = 32
 
@@ -33,7 +33,7 @@ FORGEABLE = frozenset(map(bytes.fromhex, (
 
 
 class Signature(NamedTuple):
-    """`key`: the public key in the signature file, which `check` compares with the trusted keys."""
+    """`key`: the public key that the file has, not yet compared with trusted keys."""
 
     key: bytes
     signature: bytes
@@ -50,7 +50,7 @@ def ed25519() -> Any:
 
 
 def signature_file(bundle: Archive) -> bytes | None:
-    """The start of the signature file, at most one byte more than a valid file has; None without a file. Raises signature-wrong."""
+    """The start of the signature file, up to one byte more than is valid; None without a file. Raises signature-wrong."""
     try:
         descriptor = open_file(SIGNATURE, bundle.folder(""))
     except BundleError as error:

@@ -66,9 +66,9 @@ def rebase(seen: AliasLayout, steps: Sequence[int]) -> tuple[int, list[int]] | N
 
 
 class OutputAliases:
-    """The outputs in `EntrySpec.aliases`. For an input, or a part of one, a call returns the caller's tensor, or that part of it
-    (input-layout if its layout does not allow this). For a weight or state it returns a tensor over that memory, without a guard,
-    to callers on the program's device, else a copy. Outputs that share memory with each other do so in the results."""
+    """The outputs in `EntrySpec.aliases`. For an alias of an input a call returns the caller's tensor or a part of it, or raises
+    input-layout. For an alias of a weight or state it returns a tensor over that memory, without a guard, to callers on the
+    program's device, else a copy. Outputs that share memory with each other do so in the results."""
 
     def __init__(self, manifest: Manifest, entry: EntrySpec, backend: Backend, *, views: bool) -> None:
         aliases = entry.aliases

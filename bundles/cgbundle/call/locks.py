@@ -33,7 +33,7 @@ class Lock:
 
     @property
     def inherited(self) -> bool:
-        """Whether the process was forked since: this process may not have the thread that holds the lock."""
+        """Whether the process was forked since: the holder's thread may not exist here."""
         return self._forks != FORKS.number
 
     def check_fork(self) -> None:
@@ -42,8 +42,8 @@ class Lock:
 
 
 class Turn:
-    """A thread's use of `lock`, as a context. `take` and `release` are its parts, for `gpu.fast_path`, which avoids the context.
-    `owned`: whether this thread holds it. Raises ProgramClosed."""
+    """A thread's use of `lock`, as a context manager. `take` and `release` are its parts, for `gpu.fast_path`, which avoids the
+    context. `owned`: whether this thread holds it. Raises ProgramClosed."""
 
     __slots__ = ("__exit__", "_lock", "lock", "owned", "release", "take")
 
@@ -80,8 +80,8 @@ INSIDE = nullcontext()
 
 class ExclusiveLock(Lock):
     """Turns one at a time (`cpu.backend.SharedLock`: concurrent turns). `alone`: a session's lock, which refuses a second thread
-    instead of waiting, except while a holder of `updates` uses it briefly. `inner`: the lock itself. Raises ProgramClosed,
-    SessionBusy, process-forked."""
+    instead of waiting, but waits for a holder of `updates`. `inner`: the lock itself. Raises ProgramClosed, SessionBusy,
+    process-forked."""
 
     __slots__ = ("_ending", "_holder", "_turn", "_updates")
 

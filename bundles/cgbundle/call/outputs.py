@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .backend import Backend, Results
 
 LARGE = 128 << 10
-"""Outputs of this size or more are returned without a copy if no replay writes to their memory again. Copies of smaller ones take
-no longer than this check, 1 us (two cores)."""
+"""Outputs from this size are returned without a copy if no replay writes to their memory again. Smaller copies take no longer than
+this check, 1 us (two cores)."""
 
 Call = tuple[Library, int | None, Any]
 """The caller's library, the device of its tensors, and the backend's `stream`: a plain tuple, because every call makes one."""
@@ -323,8 +323,8 @@ class KnownCalls:
 def replay(
     backend: Backend, library: Library, program: int, outputs: Sequence[StaticOutput], counts: Sequence[Epoch], *, views: bool
 ) -> Replay | None:
-    """A function that replays a program (numbered over all entries) and returns views or copies; None without a fast path.
-    `counts`: counters that it increments."""
+    """A function that replays a program (numbered over all entries) and returns views or copies; or None. `counts`: counters that
+    it increments."""
     if views:
         caller = Caller(library.stream, counts, _viewing(library, outputs), None)
     else:
@@ -361,7 +361,7 @@ def _copying(
 
 
 def _fresh(library: Library, outputs: Sequence[StaticOutput]) -> Fresh | None:
-    """A function that allocates tensors for copies; None if the library has to copy an output that is empty or not row-major."""
+    """A function that allocates tensors for copies; None if the library has to copy an empty or not row-major output."""
     values, empty_like = [value for _, value, _ in outputs], library.empty_like
     if not all(_place(library.describe(value))[1] for value in values):
         return None

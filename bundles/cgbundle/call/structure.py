@@ -233,7 +233,7 @@ class DataSizes:
         self._axes = {index: len(spec.shape) for index, spec in enumerate(entry.outputs)}
 
     def cut(self, outputs: Sequence[Any]) -> list[Any]:
-        """The flat outputs of a replay, those of `entry.data_sizes` cut; the counts stay at the end."""
+        """The flat outputs of a replay, cut to their true sizes; the counts stay at the end."""
         numbers = {place: self._number(outputs[place]) for place in self._counts}
         taken: dict[int, list[slice]] = {}
         for row in self._rows:

@@ -299,7 +299,7 @@ class CpuBackend:
     def close(self) -> None:
         """Waits for running replays, then frees everything; weights and state live until nothing refers to them. An interrupted
         close can be repeated. In a forked process it does not wait, and leaves running code alone. Inside a call of this thread,
-        its memory is freed at the end of the call."""
+        memory is freed at the call's end."""
         shared = self._shared
         if shared is None:
             return

@@ -148,7 +148,7 @@ class HostRegion:
 
     def check_constants(self, bound: Sequence[tuple[str, Weight]]) -> None:
         """Raises library-refused unless `bound` has each constant of the code once, with a weight of the same name and dtype that
-        fits into its storage. It is smaller if it was a part of a larger tensor."""
+        fits into its storage. A part of a larger tensor is smaller than its storage."""
         library, container, rows, names = self._library, self._container, dict(bound), self.constants()
         inner_names = {inner for inner, _ in names}
         if unlike := sorted(rows.keys() ^ inner_names):
@@ -273,7 +273,7 @@ class RegionOutputs:
         when_gone(self, map(torch.delete, filter(None, rest)))
 
     def transfer_ownership(self, index: int) -> RegionOutputs:
-        """Moves one tensor to an object of its own."""
+        """Moves one tensor to a new object."""
         kept = RegionOutputs(self._torch, 1)
         kept.handles[0], self.handles[index] = self.handles[index], None
         return kept

@@ -103,7 +103,7 @@ def of_code(data: bytes, where: str, threads: int | None = None) -> LibTorch | N
 
 
 def built_with(library: ctypes.CDLL) -> str:
-    """The version of torch that code with `BUILT_WITH` was built with, else ""."""
+    """The version of torch that code with `BUILT_WITH` has, else ""."""
     version = getattr(library, BUILT_WITH, None)
     if version is None:
         return ""
@@ -112,7 +112,7 @@ def built_with(library: ctypes.CDLL) -> str:
 
 
 def _loaded(path: str) -> ctypes.CDLL:
-    """Loads a library globally; OpenMP reads its settings now."""
+    """Loads a library with global symbols; OpenMP reads its settings now."""
     if not SETTINGS.isdisjoint(os.environ):
         return ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
     os.environ[SPIN_COUNT] = str(SPINS)
@@ -148,7 +148,7 @@ class LibTorch:
             raise MachineError("library-refused", f"this torch has no dtype {name}") from None
 
     def last_exception(self) -> str:
-        """The last exception of torch's libraries in this thread; "" before 2.13, and for code with its own C interface."""
+        """The last exception of torch's libraries in this thread; "" before 2.13, and for code with its own."""
         what = getattr(self._library, "torch_exception_get_what_without_backtrace", None)
         if what is None:
             return ""

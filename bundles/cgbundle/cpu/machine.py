@@ -70,7 +70,7 @@ def threads_of_quota(root: str = "/") -> int | None:
     environment has a number."""
     if NUMBER in os.environ:
         return None
-    shares = []  # in processors
+    shares = []  # in processors, which may be fractions
     for folder, old in _groups(root, "cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
         quota, period, *_ = [*" ".join([_read(os.path.join(folder, name)) for name in names]).split(), "", ""]
@@ -129,8 +129,8 @@ def check_number(threads: object) -> None:
 def with_threads(run: Callable[..., int], library: ctypes.CDLL, threads: int) -> Callable[..., int]:
     """`run` with `threads` threads of OpenMP and of MKL (torch's matrix products); `library` is torch's. Raises library-refused.
     Both numbers belong to the calling thread (OpenMP 5.2, nthreads-var; MKL_Set_Num_Threads_Local): each run sets and restores
-    them. torch overwrites OpenMP's number at its first use in a thread, so this comes first. Private in torch (2.11, 2.13): the C++
-    symbol of `at::get_num_threads()`."""
+    them. torch overwrites OpenMP's number at its first use in a thread, so each run begins with this use. Private in torch (2.11,
+    2.13): the C++ symbol of `at::get_num_threads()`."""
     try:
         first_use, get_openmp, set_openmp = library[_FIRST_USE], library["omp_get_max_threads"], library["omp_set_num_threads"]
     except AttributeError as error:

@@ -1,6 +1,6 @@
 """A table as one CUDA graph, launched by one driver call. Branches and loops are the driver's conditional nodes. Nodes that copy
 outputs come after all others, and a launch sets their destinations: 1.6 us of CPU time instead of 6 for a separate copy
-(tests/gpu/REPORT.md). They are disabled for launches without destinations."""
+(tests/gpu/REPORT.md). Launches without destinations disable them."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class _Build:
         return nodes
 
     def readers(self, nodes: Sequence[Any], executable: Any) -> list[Reader]:
-        """Readers of the executable graph; none if a copy uses inputs, with conditional nodes, or above READERS."""
+        """Readers of the executable graph; none if a copy uses inputs, with conditional nodes, or for too many kernels."""
         table, launches = self._table, self._launches
         if table.counts["conditionals"] or INPUTS in table.memcpy_memory.tolist():
             return []
@@ -272,7 +272,7 @@ def _setter(executable: Any, node: Any) -> Callable[[KernelNodeParams], None]:
 
 
 def _kernel_params(table: Table, launches: Launches) -> Callable[[int], Any]:
-    """Returns a function that fills the same parameter object for every kernel: the driver copies it."""
+    """A function that fills one parameter object for every kernel: the driver copies it."""
     params = KernelNodeParams()
     grids = list(zip(table.grid_x, table.grid_y, table.grid_z, strict=True))
     threads = list(zip(table.threads_x, table.threads_y, table.threads_z, strict=True))

@@ -79,7 +79,7 @@ class Modules:
         if module is None:
             # As bytes: the interpreter adds a zero byte, which PTX needs and a cubin ignores.
             data = self._bundle.data(f"{KERNELS}{image}")
-            if not data.isascii():  # PTX is, which only tests use
+            if not data.isascii():  # PTX is ASCII, and only tests use it
                 check_elf(data, f"{KERNELS}{image}")
             module = call("cuModuleLoadData", data, detail=f"kernels/{image}")
             with ExitStack() as undo:
@@ -116,7 +116,7 @@ def states(bundle: Archive) -> tuple[ModuleState, ...]:
 
 
 def _check_params(function: Any, image: str, symbol: str, params: Sequence[tuple[int, int]]) -> None:
-    """Raises table-invalid unless the image has these parameters: with fewer, the driver would read out of bounds."""
+    """Raises table-invalid for other parameters than the image's: with fewer, the driver would read out of bounds."""
     taken: list[tuple[int, int]] = []
     while not (answer := cu.cuFuncGetParamInfo(function, len(taken)))[0]:
         taken.append((int(answer[1]), int(answer[2])))

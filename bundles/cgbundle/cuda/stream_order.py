@@ -17,11 +17,11 @@ NONE = -1  # no stream's handle
 
 
 class StreamOrder:
-    """Orders the work between `begin` and `end` after the previous work, whose end is an event. On a stream that is never destroyed
-    (ours, or the legacy default stream) it is recorded when the stream changes, on others at every `end`. After an interrupted
-    `end`, the next call waits for the whole GPU. `last`: the previous call's stream if it is never destroyed; calls on it need
-    neither `begin` nor `end`. `captured`: the latest call is part of a capture. `default`: the stream of callers without one.
-    `refusal`: why no call can be captured, or "". Needs the current context; `cleanup` destroys the event."""
+    """Orders the work between `begin` and `end` after the previous work, by an event. On streams that are never destroyed (ours,
+    the legacy default stream) it is recorded when the stream changes, on others at every `end`. After an interrupted `end`, the
+    next call waits for the whole GPU. `last`: the previous stream if it is never destroyed; calls on it need no `begin` or `end`.
+    `captured`: the latest call is part of a capture. `default`: the stream of callers without one. `refusal`: why no call can be
+    captured, or "". Needs the current context; `cleanup` destroys the event."""
 
     __slots__ = ("_default_key", "_done", "_handle", "_lasting", "_passing", "_refusal", "_unmarked", "captured", "default", "last")
 

@@ -155,7 +155,7 @@ class Archive:
             os.close(self._files.pop(name))
 
     def kept(self, name: str) -> KeptFile:
-        """A duplicate of the open file, for use after the archive is closed."""
+        """The open file again, for use after `close`."""
         return KeptFile(self.descriptor(name))
 
     def check_unchanged(self) -> None:

@@ -22,8 +22,8 @@ DIGITS = 4300
 
 
 def parse(data: bytes) -> Any:
-    """Parses UTF-8 JSON with finite numbers and distinct names in every object, because readers of JSON treat duplicates
-    differently. Raises ValueError with a one-line message for any other text, or one above the limits."""
+    """Parses UTF-8 JSON with finite numbers and distinct names in each object: readers treat duplicates differently. Raises
+    ValueError with a one-line message for any other text, or one above the limits."""
     if len(data) > limits.JSON_BYTES:
         raise ValueError(f"more than the limit of {limits.JSON_BYTES} bytes")
     if data.count(b",") + data.count(b"[") + data.count(b"{") > limits.JSON_VALUES:

@@ -109,7 +109,7 @@ def pieces(descriptor: int, name: str, size: int) -> Iterator[bytes]:
 
 
 def copied(descriptor: int) -> int:
-    """Copies a file into memory (memfd). Closes its descriptor, and returns that of the copy."""
+    """Copies a file into memory (memfd), closes it, and returns the copy's descriptor."""
     size = os.fstat(descriptor).st_size
     copy = os.memfd_create("cgbundle-weights", os.MFD_CLOEXEC)
     try:
@@ -129,8 +129,8 @@ def copied(descriptor: int) -> int:
 # a `weakref` callback written in Python, its exception is printed and lost, and the rest of the cleanup does not run.
 
 _WAITING: dict[int, tuple[ref[Any], bool]] = {}
-"""Weak references, and whether a forked process keeps them. They are kept here because a reference that is collected together with
-its object does not run its callback."""
+"""Weak references, and whether a forked process keeps them. Kept here, because a reference that is collected together with its
+object does not run its callback."""
 
 _KEYS = count()
 

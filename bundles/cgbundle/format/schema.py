@@ -221,9 +221,9 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """How one int_key was verified at build time. `errors`: against eager PyTorch, in the order of `self_test_tensors`; absent if
-    not measured. `error` and `tolerance`: the largest error in proportion to its bound, and this bound. `distance`: the error
-    against the recording, if the self-test expects that. `comparison.difference` defines errors."""
+    """How one int_key was verified at build time. `errors` against eager PyTorch, in the order of `self_test_tensors`; absent if
+    not measured. `error` and `tolerance`: the largest one in proportion to its bound, and this bound. `distance`: the error against
+    the recording, if the self-test has it. `comparison.difference` defines errors."""
 
     key: IntKey
     method: Literal["replay", "interpret", "none"]

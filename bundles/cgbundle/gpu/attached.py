@@ -1,6 +1,6 @@
-"""`attach`: replays an engine's captured graphs, saved by `cgcompile.save_graphs`, over the tensors of this process. Recordings
-have addresses of the engine's tensors as offsets in memory inputs. A copy of each table gets the addresses of the caller's tensors,
-and graphs are built as for any bundle. Temporaries are in one arena. The caller's library (torch) uses the same context."""
+"""`attach`: replays an engine's captured graphs, saved by `cgcompile.save_graphs`, over the tensors of this process. In recordings
+the engine's tensors are offsets in memory inputs. A copy of each table gets the addresses of the caller's tensors, and graphs are
+built as for any bundle. Temporaries are in one arena. The caller's library (torch) uses the same context."""
 
 from __future__ import annotations
 

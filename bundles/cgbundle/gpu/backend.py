@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 SHARED = (WEIGHTS, KERNEL_CODE, PEER)  # memories that no session owns
 EAGER = 1
-"""Programs whose graphs are built before a load returns, by default. For a GPT of three keys, one instead of all saves 11 to 18 ms
-of 340 to 400 (tests/gpu/REPORT.md); all of 64 would take as long as the rest of the load."""
+"""Number of programs whose graphs are built before a load returns, by default. For a GPT of three keys, one instead of all saves 11
+to 18 ms of 340 to 400 (tests/gpu/REPORT.md); all of 64 would take as long as the rest of the load."""
 
 HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
 SIZED = "outputs whose sizes depend on data, which this bundle has, are waited for: a CUDA graph cannot"
@@ -316,8 +316,9 @@ class CudaBackend:
         self._fill_state(stream)
 
     def close(self) -> None:
-        """Waits for running work and frees the session, and the last one also what sessions share. Outputs keep the context. Does
-        nothing twice or in a forked process. Inside a call of this thread, the next close or collection frees the session."""
+        """Waits for running work and frees the session; the last one also frees what sessions share. Outputs keep the context. A
+        second close, or one in a forked process, does nothing. Inside a call of this thread, the next close or garbage collection
+        frees the session."""
         if self._context.inherited:
             return
         self._lock.end()

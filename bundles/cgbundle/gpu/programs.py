@@ -157,8 +157,8 @@ class Programs:
             self.ready[number] = bound
 
     def bind_donated(self) -> None:
-        """Binds every program over all inputs that one program of another entry may donate; other combinations at their first
-        call."""
+        """Binds every program over all inputs that one program of another entry may donate; other combinations are bound at their
+        first call."""
         for number, places in self._donations():
             self.bind_one(number, places)
 

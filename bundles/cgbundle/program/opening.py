@@ -27,7 +27,7 @@ MODES = ("graph", "stream")
 WORDS = {
     "mode": MODES, "on_miss": POLICIES, "outputs": ("copy", "view"), "check": LEVELS, "weights": ("map", "copy"),
 }  # fmt: skip
-"""The values of options that are words."""
+"""Values of options."""
 
 LONGEST_WAIT = 1 << 32  # seconds: as nanoseconds they fit into 64 bits
 MOST_DEVICES = 1 << 16  # more than a machine can have
@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "state": (lambda value: value is None or (isinstance(value, dict) and all(type(count) is int for count in value.values())),
         "numbers of rows by dimension, such as {'pages': 4096}, or None"),
 }  # fmt: skip
-"""Checks of the other options, and texts for errors."""
+"""Checks of other options, and their values in words."""
 
 
 def open_bundle(

@@ -93,7 +93,7 @@ class Program(Entry):
         self._sessions = Sessions()
         self._finalizer = weakref.finalize(session, backend.close)
         self._finalizer.atexit = False
-        if manifest.random is not None:  # every session draws random numbers of its own
+        if manifest.random is not None:  # every session draws its own random numbers
             try:
                 self.seed(int.from_bytes(os.urandom(8), "little") >> 1)
             except BaseException:

@@ -148,8 +148,8 @@ class _Load:
 
     @contextmanager
     def chosen(self, device: int | None) -> Iterator[int]:
-        """The number of the copy on CUDA device `device`, where the inputs are. For inputs on the CPU (None): the copy with the
-        fewest calls, in turn. Raises input-device."""
+        """The number of the copy for inputs on a CUDA device; on the CPU (None), of the copy with the fewest calls, in turn. Raises
+        input-device."""
         if device is not None and device not in self._places:
             there = ", ".join(map(str, self._places))
             raise CallError("input-device", f"the inputs lie on CUDA device {device}, and the bundle is on {there}")

@@ -118,7 +118,7 @@ class State(Mapping[str, Tensor]):
         return index, self._weights[index]
 
     def _refuse_capture(self) -> None:
-        """Raises capture-refused while the caller captures a graph, which cannot contain work of the CPU."""
+        """Raises capture-refused while the caller captures a graph: the CPU's work cannot be in it."""
         if self._backend.device is not None and caller_captures():
             text = "state cannot be read, written from the CPU, reset or seeded while a CUDA graph is captured"
             raise CallError("capture-refused", text, "do it before or after the capture")

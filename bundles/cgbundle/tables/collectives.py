@@ -1,5 +1,5 @@
 """Launches that exchange data between ranks: kernels with addresses of memory `peer`. All ranks have the same launches in the same
-order, because each launch waits for its counterpart on the other ranks."""
+order, because each waits for those of the other ranks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def unpacked(world: int, block: bytes) -> tuple[int, int, int, int]:
 
 
 def exchanges(table: Table, world: World | None) -> list[Exchange]:
-    """The exchanges of a checked table, in order. Raises table-invalid unless every exchange has the parts of all ranks and the
-    bundle's rank, and none is in a branch or a loop. The nodes of a table with exchanges must run in sequence."""
+    """The exchanges of a checked table, in order. Raises table-invalid unless each has the parts of all ranks and the bundle's
+    rank, none is in a branch or a loop, and the nodes of a table with exchanges run in sequence."""
     if PEER not in bytes(table.relocation_memory):
         return []
     bounds, launches, kernels = table.relocation_bounds.tolist(), [], count()

@@ -69,7 +69,7 @@ def _delete(address: int, ending: Callable[[], bool] = sys.is_finalizing) -> Non
 
 @_Deleter
 def _destroy(capsule: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """Called when the capsule is freed: releases the tensor if nobody consumed it (the capsule still has its first name)."""
+    """Called when the capsule is freed: releases the tensor if nobody consumed it (then the name is unchanged)."""
     if ending():
         return
     _is_valid = _api.PyCapsule_IsValid

@@ -18,8 +18,7 @@ from ..format.schema import DTYPES
 from .numbers import decode
 from .self_test_tensors import is_exact, stored
 
-BLOCK = 1 << 16
-"""Bytes that are decoded at a time, a multiple of every element. As Python numbers, a cache of 0.5 GB would take 16 GB."""
+BLOCK = 1 << 16  # defined again below, with its reason
 
 
 def difference(dtype: str, expected: bytes, got: bytes) -> float:
@@ -68,7 +67,7 @@ def describe(dtype: str, shape: Sequence[int], expected: bytes, got: bytes) -> s
 
 
 def _blocks(dtype: str, expected: bytes, got: bytes, *, alike: bool = False) -> Iterator[tuple[int, list[Any], list[Any]]]:
-    """Yields (number of the first element, both lists of numbers) for every different block; with `alike` also for equal blocks
+    """Yields (number of its first element, both lists of numbers) of every different block; with `alike` also of equal blocks
     except zeros, with the same list twice."""
     parts, zeros = 2 if dtype.startswith("complex") else 1, bytes(BLOCK)
     for begin in range(0, len(expected), BLOCK):

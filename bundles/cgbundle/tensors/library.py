@@ -1,4 +1,4 @@
-"""The interface to tensor libraries, and the choice of the caller's library, which the caller has imported."""
+"""The interface to tensor libraries, and the choice of the caller's, which is imported already."""
 
 from __future__ import annotations
 

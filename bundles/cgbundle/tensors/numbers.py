@@ -71,7 +71,7 @@ def is_safe(source: str, target: str) -> bool:
 
 
 def encoded(numbers: list[Any], dtype: str) -> bytes:
-    """Little-endian bytes of numbers that `dtype` can represent; complex numbers come as two parts."""
+    """Little-endian bytes of numbers that `dtype` can represent; complex ones come as two parts."""
     if dtype in _ARRAYS:
         return array.array(_ARRAYS[dtype], numbers).tobytes()
     if dtype == "float16":
@@ -87,7 +87,7 @@ Number = bool | int | float | complex
 
 FEW = 16  # up to this number of elements all are shown
 EDGES = ((3, 3), (1, 1), (1, 0))
-"""For more elements: how many are shown at the start and end of the last axis, of the axis before it, and of the others."""
+"""For more: how many are shown at both ends of the last axis, of the one before it, and of the others."""
 
 
 def values(shape: Sequence[int], strides: Sequence[int], read: Callable[[int], Number]) -> str:

@@ -186,7 +186,7 @@ def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
 
 
 class DLPack(Library):
-    """Our own tensors; results return to another library through its `from_dlpack`."""
+    """Tensors of the runtime and of DLPack; results go to another library by its `from_dlpack`."""
 
     name = "dlpack"
 

@@ -1,4 +1,4 @@
-"""torch.Tensor on the CPU or a GPU, without importing torch. Uses private functions of torch (2.11, 2.13), with public fallbacks:
+"""torch.Tensor on the CPU or a GPU, without importing torch. Private in torch (2.11, 2.13), with public fallbacks:
 `torch._C._cuda_getCurrentRawStream`, `torch._C._dynamo.guards.TensorGuards`."""
 
 from __future__ import annotations

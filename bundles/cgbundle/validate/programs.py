@@ -181,8 +181,8 @@ def check_order(
 ) -> None:
     """Raises manifest-invalid unless every step, and the call's outputs, read what was written before: inputs, weights, state, or
     outputs of earlier steps. No step writes an input, or a value of another step. Copies do not write to weights, nor to inputs
-    except whole ones at the positions `changed`, which no later step may read. `aliases`, by output, of other outputs need these to
-    be written."""
+    except whole ones at the positions `changed`, which no later step may read. If an output in `aliases` shares memory with another
+    output, that must be written."""
     call_inputs = set(program.inputs)
     written = call_inputs | {index for index, value in enumerate(program.values) if value.memory in PERSISTENT}
     writers: dict[int, int] = {}
@@ -322,7 +322,7 @@ def changed_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, int, i
 
 def writable(manifest: Manifest, entry: EntrySpec, program: Program) -> Cover:
     """What recordings of the program may write to outside the arena: state and inputs that calls change, and values that copy steps
-    put into memory inputs (`check_order` has checked that they overwrite no unchanged input)."""
+    put into memory inputs (`check_order`: over no unchanged input)."""
     chosen = [program.inputs[index] for index in entry.mutated_inputs]
     chosen += [index for step in program.steps if step.kind == "copy" for index in step.outputs]
     values = [program.values[index] for index in chosen]

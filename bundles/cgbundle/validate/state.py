@@ -45,8 +45,8 @@ def check_state(manifest: Manifest) -> None:
 
 
 def check_state_dimensions(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless state with a variable number of rows comes after all other state, starts as zeros, and no
-    program value or alias is part of it. Refuses ranks. Needs `check_state`."""
+    """Raises manifest-invalid unless state with a variable number of rows comes after all other state, starts as zeros, and is part
+    of no program value or alias. Ranks must not have it. Needs `check_state`."""
     weights, names, taken = manifest.weights, [row.name for row in manifest.state_dimensions], set[int]()
     require(len(set(names)) == len(names) and "" not in names, "state_dimensions", f"unnamed, or one stands twice: {names}")
     require(manifest.world is None, "world", "of a model whose state has any number of rows")
@@ -89,7 +89,7 @@ def check_state_dimensions(manifest: Manifest) -> None:
 
 def check_rows_of_recording(manifest: Manifest, table: Table) -> None:
     """Raises table-invalid if a memset or memcpy accesses state with variable rows, relocation-invalid if a kernel has an address
-    in it outside the minimum rows."""
+    behind its minimum rows."""
     varying = [manifest.weights[index] for dimension in manifest.state_dimensions for index in dimension.weights]
     ends = sorted([(weight.offset, weight.offset + span(weight)) for weight in varying])
     begin, state = ends[0][0], MEMORIES.index(STATE)
@@ -114,7 +114,7 @@ def check_changes(manifest: Manifest, entry: EntrySpec) -> None:
 
 
 def check_aliases(manifest: Manifest, entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless each alias has another output, and shares memory with a tensor that is no alias."""
+    """Raises manifest-invalid if two aliases have the same output, or one shares memory with another alias."""
     outputs = [alias.output for alias in entry.aliases]
     require(outputs == sorted(set(outputs)), "aliases", "not ascending, or an output stands twice")
     counts = {"inputs": len(entry.inputs), "outputs": len(entry.outputs)}

@@ -188,7 +188,7 @@ def _shared(
 
 
 def _laid_out(manifest: Manifest, rows: Mapping[str, int]) -> tuple[tuple[Weight, ...], int]:
-    """The weights with these rows of state, in the bundle's order, behind fixed state; and the bytes of all state."""
+    """The weights with these rows of state, in the bundle's order, after fixed state; and the bytes of all state."""
     weights = list(manifest.weights)
     number_of = {at: rows[dimension.name] for dimension in manifest.state_dimensions for at in dimension.weights}
     order = sorted(number_of, key=lambda at: weights[at].offset)

@@ -1,6 +1,6 @@
-"""Uploads weights that glibc's threads read (POSIX asynchronous I/O, aio(7)). glibc reads sequentially per descriptor, and several
-descriptors in parallel: a lane has one descriptor. glibc's threads never wait for the interpreter's lock: on the host of an H100
-they read 16 GB in the page cache at 45 GB/s, twelve Python threads at 33 (tests/gpu/REPORT.md)."""
+"""Uploads weights that glibc's threads read (POSIX asynchronous I/O, aio(7)). glibc reads sequentially per descriptor, several in
+parallel: a lane has one. Its threads never wait for the interpreter's lock: on the host of an H100 they read 16 GB in the page
+cache at 45 GB/s, twelve Python threads at 33 (tests/gpu/REPORT.md)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Functions(NamedTuple):
 
 @cache
 def _functions() -> _Functions | None:
-    """The functions of glibc; None without it, or for old versions."""
+    """glibc's functions; None without it, or in old versions."""
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -69,7 +69,8 @@ def available() -> bool:
 
 
 class AsyncReads:
-    """Reads of an open file (`name` for errors) by `lanes` threads. Target memory must stay valid until `close`. For one thread."""
+    """Reads of an open file (`name` for errors) by `lanes` threads. Target memory must stay valid until `close`. Not
+    thread-safe."""
 
     def __init__(self, file: int, lanes: int, name: str = WEIGHTS) -> None:
         functions = _functions()
@@ -126,8 +127,8 @@ class AsyncReads:
 
 
 Reading = tuple[Slot, Sequence[Piece]]
-"""The slot that a lane reads into, and the pieces; the lane's other slot is being sent. On an H200's host twelve lanes of 4 MB sent
-45 to 47 GB/s. Three slots of 2 MB sent 42 to 45, because this thread has twice as much to do (a C program: 51)."""
+"""A lane's slot that is being read into, and its pieces; its other slot is being sent. On an H200's host twelve lanes of 4 MB sent
+45 to 47 GB/s. Three slots of 2 MB: 42 to 45, because this thread does twice as much (a C program: 51)."""
 
 
 def send_by_lanes(

@@ -1,5 +1,5 @@
 """New weights for a loaded program, from safetensors files, another bundle, or tensors. Files are read, never mapped: a write to a
-mapped file would change the weights in use, and truncation would end the process."""
+mapped file would change weights in use, truncation would end the process."""
 
 from __future__ import annotations
 
@@ -245,8 +245,8 @@ def update(manifest: Manifest, programs: Sequence[Sequence[Any]], weights: objec
 
 
 def checked(manifest: Manifest, named: NamedContents, device: int | None, *, partial: bool) -> dict[int, Contents]:
-    """The new contents by position of the weight; tied weights have one entry, under the first. `device`: the program's. Raises
-    update-invalid, update-refused."""
+    """The new contents by position of the weight; of tied weights, the first one's. `device`: the program's. Raises update-invalid,
+    update-refused."""
     _check_names(named, manifest)
     rows, fixed = {row.name: row for row in manifest.weights}, _fixed(manifest)
     first: dict[str, int] = {}
@@ -315,7 +315,7 @@ UNPACK = (
 
 
 def _prefix(name: str, names: Sequence[str], known: Collection[str]) -> str:
-    """A hint if all names have an extra prefix, such as that of DistributedDataParallel, or lack one; else ""."""
+    """A hint if all names have an extra prefix, as with DistributedDataParallel, or lack one; else ""."""
     parts = name.split(".")
     for prefix in [".".join(parts[:count]) + "." for count in range(1, len(parts))]:
         if all(weight.startswith(prefix) for weight in names) and name.removeprefix(prefix) in known:
