@@ -147,7 +147,7 @@ def _replay(self_test: Mapped, program: Program, spec: EntrySpec, proof: Proof, 
         if failed is not None:
             actual[name] = (row.dtype, tuple(shape), partial(bytes, got))
         if comparison.stand_in(self_test.entries, name):
-            error, text = _beside_condensed(self_test, name, row, got, before)
+            error, text = _compare_condensed(self_test, name, row, got, before)
             row_result = Compared(title=row.title, error=error, bound=bound, exact=not text, text="")
             return row_result if row_result.passed(spec.self_test.compare) else replace(row_result, text=text)
         expected = _changed(self_test, name, before) if row.kind == "state" else bytes(stored(self_test, name))
@@ -170,12 +170,12 @@ def _tensor(value: Any) -> Any:
 
 def _changed(self_test: Mapped, name: str, first: bytes) -> bytes:
     """State after the call: the initial bytes with the changed elements of the self-test."""
-    expected, elements, taken = bytearray(first), stored(self_test, name), 0
+    expected, elements, done = bytearray(first), stored(self_test, name), 0
     for begin, end in _runs(self_test, name, DTYPES[self_test.entries[name].dtype], len(first)):
-        if taken + end - begin > len(elements):
+        if done + end - begin > len(elements):
             raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r}: has {len(elements)} bytes, and more were changed")
-        expected[begin:end] = elements[taken : taken + end - begin]
-        taken += end - begin
+        expected[begin:end] = elements[done : done + end - begin]
+        done += end - begin
     return bytes(expected)
 
 
@@ -190,7 +190,7 @@ def _runs(self_test: Mapped, name: str, width: int, size: int) -> list[tuple[int
     return spans
 
 
-def _beside_condensed(self_test: Mapped, name: str, row: ComparedTensor, got: bytes, first: bytes) -> tuple[float, str]:
+def _compare_condensed(self_test: Mapped, name: str, row: ComparedTensor, got: bytes, first: bytes) -> tuple[float, str]:
     """(error, text) of a condensed tensor. For state the self-test has the changed elements; the rest must equal `first`."""
     if row.kind == "state":
         runs, kept = _runs(self_test, name, DTYPES[row.dtype], len(got)), bytearray(got)
@@ -277,18 +277,18 @@ def replay_chained(program: Program) -> list[ChainResult]:
     """Compares calls that read donated outputs in place with calls on copies, for every int_key that may read donated outputs and
     every entry that provides some (one of its int_keys). A run starts from the initial state, and calls the source, random other
     entries, then the reader, with inputs of the self-test. All other memory is overwritten before the reader."""
-    takers: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    sources_of: dict[int, dict[int, list[tuple[int, int]]]] = {}
     for donation, source, target in donating_programs(program.manifest):
-        takers.setdefault(target, {}).setdefault(source, []).append((donation.output, donation.input))
+        sources_of.setdefault(target, {}).setdefault(source, []).append((donation.output, donation.input))
     with closing(program.open_self_test()) as self_test:
-        calls, drawn, results = _ChainedCalls(program, self_test), random.Random(0), []
-        for target, sources in takers.items():
+        calls, generator, results = _ChainedCalls(program, self_test), random.Random(0), []
+        for target, sources in sources_of.items():
             by_entry: dict[str, list[int]] = {}
             for source in sources:
                 by_entry.setdefault(calls.rows[source][0].name, []).append(source)
             for numbers in by_entry.values():
-                source = drawn.choice(numbers)
-                results.append(calls.compared(source, sources[source], target, drawn.random()))
+                source = generator.choice(numbers)
+                results.append(calls.compared(source, sources[source], target, generator.random()))
         return results
 
 
@@ -314,7 +314,7 @@ class _ChainedCalls:
         return ChainResult(title=" -> ".join(names), error=worst, passed=not texts, text="; ".join(texts))
 
     def run(
-        self, source: int, pairs: Sequence[tuple[int, int]], target: int, drawn: random.Random, *, chained: bool
+        self, source: int, pairs: Sequence[tuple[int, int]], target: int, generator: random.Random, *, chained: bool
     ) -> list[bytes]:
         """The outputs of the target, which reads the source's outputs in place (`chained`) or as copies."""
         self.program.reset()
@@ -324,8 +324,8 @@ class _ChainedCalls:
         results = self.call(source, {})
         copies = {output: self.read(source, output, results) for output, _ in pairs}
         others = [index for index, (entry, _) in enumerate(self.rows) if entry.name != self.rows[source][0].name]
-        for _ in range(drawn.randrange(BETWEEN + 1) if others else 0):
-            self.call(drawn.choice(others), {})
+        for _ in range(generator.randrange(BETWEEN + 1) if others else 0):
+            self.call(generator.choice(others), {})
         inputs = {index: results.addresses[output] if chained else copies[output] for output, index in pairs}
         self.backend.poison(POISON, reserved=not chained)
         results = self.call(target, inputs)

@@ -98,13 +98,13 @@ class OutputAliases:
             # a lazy conjugate or negative tensor of torch was copied
             in_place = library.name != "torch" or tensor.data_ptr() == descriptors[alias.index][0]
             item = DTYPES[seen.value.dtype]
-            there = rebase(seen, library.byte_strides(value)) if in_place else None
-            if there is None or any(step % item for step in there[1]):
+            view = rebase(seen, library.byte_strides(value)) if in_place else None
+            if view is None or any(step % item for step in view[1]):
                 name, output = self._inputs[alias.index].name, self._outputs[alias.output].name
                 text = f"input {name!r}: output {output!r} shares its memory, and its layout is not the recorded one"
                 raise CallError("input-layout", text)
-            strides = [step // item for step in there[1]]
-            part = library.as_strided(value, seen.value.dtype, seen.value.shape, strides, there[0])
+            strides = [step // item for step in view[1]]
+            part = library.as_strided(value, seen.value.dtype, seen.value.shape, strides, view[0])
             shared[alias.output] = part if self._views else library.converted(part, tensors[0])
         return shared
 

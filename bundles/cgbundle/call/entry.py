@@ -285,9 +285,9 @@ class Entry:
             return
         rows = [StaticOutput(*row) for row in zip(self.outputs, values, outputs.epochs, strict=True)]
         counts = [epoch for epoch in (outputs.epoch, outputs.entry_epoch) if epoch is not None]
-        line = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
-        if line is not None:
-            self._known.add(tensors, Known(library.guard(tensors), line))
+        fast = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
+        if fast is not None:
+            self._known.add(tensors, Known(library.guard(tensors), fast))
 
     def _check_cast(self, place: int, descriptor: Descriptor) -> None:
         """Raises input-dtype unless `cast=True` allows the cast."""

@@ -163,13 +163,13 @@ class Outputs:
         if aliases is not None:
             values = aliases.wrap(call, program, values, addresses)
             values, bare = aliases.share(library, call[1], program, values, parts)
-            handed = self.guard(library, values) if views else values
+            returned = self.guard(library, values) if views else values
             return [
                 value if index in bare else other if views else library.copy(value)
-                for index, (value, other) in enumerate(zip(values, handed, strict=True))
+                for index, (value, other) in enumerate(zip(values, returned, strict=True))
             ]
         if parts is not None:
-            values = [value[taken] if taken else value for value, (taken, _) in zip(values, parts, strict=True)]
+            values = [value[valid] if valid else value for value, (valid, _) in zip(values, parts, strict=True)]
         return self.guard(library, values) if views else [library.copy(value) for value in values]
 
     def replay_into(self, whole: Sequence[Any], call: Call, part: Part, addresses: list[int]) -> None:
@@ -177,8 +177,8 @@ class Outputs:
         values = self._wrapped(call, part.program, addresses)
         if self._aliases is not None:
             values = self._aliases.wrap(call, part.program, values, addresses)
-        for output, value, (taken, placed) in zip(whole, values, part.outputs, strict=True):
-            output[placed] = value[taken]
+        for output, value, (valid, placed) in zip(whole, values, part.outputs, strict=True):
+            output[placed] = value[valid]
 
     def static(self, library: Library, program: int) -> list[Any] | None:
         """The outputs of a program as the library's tensors at fixed addresses, or None."""
@@ -349,11 +349,11 @@ def _copying(
     places = [_place(library.describe(value)) for value in values]
 
     def finish(stream: Any) -> list[Any]:
-        room = None if fresh is None else fresh()
-        if room is None:
+        allocated = None if fresh is None else fresh()
+        if allocated is None:
             return [copy(value) for value in values]
-        copies: list[Any] = room[0]
-        for target, (address, size) in zip(room[1], places, strict=True):
+        copies: list[Any] = allocated[0]
+        for target, (address, size) in zip(allocated[1], places, strict=True):
             copied(target, address, size, stream)
         return copies
 
@@ -369,11 +369,11 @@ def _fresh(library: Library, outputs: Sequence[StaticOutput]) -> Fresh | None:
     def fresh() -> tuple[list[Any], list[int]] | None:
         tensors, addresses = [], []
         for value in values:
-            room = empty_like(value)
-            if room is None:
+            allocated = empty_like(value)
+            if allocated is None:
                 return None
-            tensors.append(room[0])
-            addresses.append(room[1])
+            tensors.append(allocated[0])
+            addresses.append(allocated[1])
         return tensors, addresses
 
     return fresh

@@ -235,11 +235,11 @@ class DataSizes:
     def cut(self, outputs: Sequence[Any]) -> list[Any]:
         """The flat outputs of a replay, cut to their true sizes; the counts stay at the end."""
         numbers = {place: self._number(outputs[place]) for place in self._counts}
-        taken: dict[int, list[slice]] = {}
+        ranges: dict[int, list[slice]] = {}
         for row in self._rows:
-            slices = taken.setdefault(row.output, [slice(None)] * self._axes[row.output])
+            slices = ranges.setdefault(row.output, [slice(None)] * self._axes[row.output])
             slices[row.axis] = slice(0, numbers[row.count])
-        return [_front(value, tuple(taken[index])) if index in taken else value for index, value in enumerate(outputs)]
+        return [_front(value, tuple(ranges[index])) if index in ranges else value for index, value in enumerate(outputs)]
 
     def _number(self, value: Any) -> int:
         value = value.tensor if type(value) is View else value

@@ -71,10 +71,10 @@ class HostBundle:
         self.bundle, self.manifest = bundle, manifest
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
-        handed = any(alias.memory == "weights" for entry in manifest.entries for alias in entry.aliases)
-        self.weights = HostWeights(bundle.mapped(WEIGHTS, writable=handed))
-        known = not handed and not target.torch  # libtorch keeps no packed copy
-        self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
+        returned = any(alias.memory == "weights" for entry in manifest.entries for alias in entry.aliases)
+        self.weights = HostWeights(bundle.mapped(WEIGHTS, writable=returned))
+        packs = not returned and not target.torch  # libtorch keeps no packed copy
+        self.fixed = packs and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
         self.updating, self.updated = RLock(), False
         self.state = dict(manifest.memories).get(STATE, 0)
         self.initial = InitialState(bundle, manifest)

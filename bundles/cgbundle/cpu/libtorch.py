@@ -148,7 +148,7 @@ class LibTorch:
             raise MachineError("library-refused", f"this torch has no dtype {name}") from None
 
     def last_exception(self) -> str:
-        """The last exception of torch's libraries in this thread; "" before 2.13, and for code with its own."""
+        """The last exception of torch's libraries in this thread; "" before 2.13, and without libtorch."""
         what = getattr(self._library, "torch_exception_get_what_without_backtrace", None)
         if what is None:
             return ""

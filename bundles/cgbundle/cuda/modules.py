@@ -117,10 +117,10 @@ def states(bundle: Archive) -> tuple[ModuleState, ...]:
 
 def _check_params(function: Any, image: str, symbol: str, params: Sequence[tuple[int, int]]) -> None:
     """Raises table-invalid for other parameters than the image's: with fewer, the driver would read out of bounds."""
-    taken: list[tuple[int, int]] = []
-    while not (answer := cu.cuFuncGetParamInfo(function, len(taken)))[0]:
-        taken.append((int(answer[1]), int(answer[2])))
-    if taken != list(params):
+    actual: list[tuple[int, int]] = []
+    while not (answer := cu.cuFuncGetParamInfo(function, len(actual)))[0]:
+        actual.append((int(answer[1]), int(answer[2])))
+    if actual != list(params):
         raise BundleError(
-            "table-invalid", f"{symbol} of {image[:16]}...: the image takes parameters {taken}, the table says {list(params)}"
+            "table-invalid", f"{symbol} of {image[:16]}...: the image takes parameters {actual}, the table says {list(params)}"
         )

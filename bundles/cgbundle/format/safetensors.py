@@ -59,9 +59,9 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     if type(plain) is not dict:
         raise invalid(where, f"the header is no object but {type(plain).__name__}")
     dtypes = {code: name for name, code in CODES.items()}
-    about = plain.pop(METADATA, {})
+    metadata = plain.pop(METADATA, {})
     entries = {name: _entry(name, item, dtypes, 8 + length, where) for name, item in plain.items()}
-    named = about if type(about) is dict else {}
+    named = metadata if type(metadata) is dict else {}
     pairs = [(name, dtype) for dtype in PAIRS if type(named.get(dtype)) is str for name in named[dtype].split("\n")]
     for name, dtype in pairs:
         if name not in entries or (entries[name].dtype, entries[name].shape[-1:]) != (PAIRS[dtype], (2,)):

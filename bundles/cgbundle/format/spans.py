@@ -70,9 +70,9 @@ class Spans:
 
     def over(self, memory: str, begin: int, end: int) -> int | None:
         """The number of a row that overlaps these bytes, or None."""
-        behind = bisect_left(self._begins.get(memory, ()), end)
-        if begin < end and behind and self._furthest[memory][behind - 1][0] > begin:
-            return self._furthest[memory][behind - 1][1]
+        count = bisect_left(self._begins.get(memory, ()), end)
+        if begin < end and count and self._furthest[memory][count - 1][0] > begin:
+            return self._furthest[memory][count - 1][1]
         return None
 
 

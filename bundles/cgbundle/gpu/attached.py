@@ -320,7 +320,7 @@ def _attached(bundle: Archive, engine: Engine, placed: _Tensors, lazy: bool | No
             attached = AttachedGraphs(shared, cleanup, executor, engine, placed)
             shared.settle()
             call("cuStreamSynchronize", context.stream)
-            attached.tensors = MappingProxyType(_handed_out(engine, memories, placed, attached))
+            attached.tensors = MappingProxyType(_arena_tensors(engine, memories, placed, attached))
         for _ in attached._rest() if lazy is False else ():
             pass
         code, tables = shared.sizes.get("code", 0), shared.sizes.get("weights", 0)
@@ -345,7 +345,7 @@ def _moves(engine: Engine, bases: list[int], size: int) -> list[Move]:
     ]
 
 
-def _handed_out(engine: Engine, memories: Memories, placed: _Tensors, owner: object) -> dict[str, Any]:
+def _arena_tensors(engine: Engine, memories: Memories, placed: _Tensors, owner: object) -> dict[str, Any]:
     return {
         row.name: placed.library.wrap(
             memories.address("arena", row.offset), row.dtype, row.shape, row.strides, owner, placed.device

@@ -367,10 +367,10 @@ class CudaBackend:
 
     def _rest(self) -> Iterator[None]:
         """Binds the remaining programs, one per step, between calls, until this is closed."""
-        for number, elsewhere in self._programs.unbound():
+        for number, places in self._programs.unbound():
             with self.gate:
                 if self.closed:
                     return
                 with self._context, Relaxed():
-                    self._programs.bind_one(number, elsewhere)
+                    self._programs.bind_one(number, places)
             yield

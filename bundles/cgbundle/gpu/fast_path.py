@@ -33,8 +33,8 @@ def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:
         return plain if len(steps) == 1 else several
 
     def with_copies(stream: Any) -> Any:
-        room = fresh()
-        return plain(stream) if room is None or not copying(room[1], stream) else room[0]
+        allocated = fresh()
+        return plain(stream) if allocated is None or not copying(allocated[1], stream) else allocated[0]
 
     return with_copies
 
@@ -65,7 +65,7 @@ def fast_path(
             try:
                 handle = stream(device)
                 if views or handle != order.last:
-                    return elsewhere(addresses, handle, views)
+                    return in_order(addresses, handle, views)
                 for count in counts:
                     count.number += 1
                 if only is None:
@@ -95,7 +95,7 @@ def fast_path(
                 place.take(address, handle)
         return run(handle)
 
-    def elsewhere(addresses: list[int], current: int | None, views: Sequence[Any]) -> Any:
+    def in_order(addresses: list[int], current: int | None, views: Sequence[Any]) -> Any:
         handle = order.begin(current)
         try:
             for view in views:

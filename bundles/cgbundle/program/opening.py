@@ -248,6 +248,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
     if options["replicas"] and rank is not None:
         raise ValueError(f"replicas=True, rank={rank}: expected one of them: a rank is one share of a model, a replica all of it")
-    again = options["replicas"] and (device or (devices is not None and len(set(devices)) < max(1, len(devices))))
-    if again or (device and devices is not None):
+    conflict = options["replicas"] and (device or (devices is not None and len(set(devices)) < max(1, len(devices))))
+    if conflict or (device and devices is not None):
         raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")

@@ -110,10 +110,10 @@ class RanksBackend(ExchangingBackend):
         event."""
         for number, other in enumerate(self._others):
             call("cuStreamWaitEvent", stream, self._done[number], 0)
-            theirs, first = self._ranks[number + 1].handle, self._ranks[0].handle
+            target_context, source_context = self._ranks[number + 1].handle, self._ranks[0].handle
             for address, place in zip(addresses, other._bound[program].inputs, strict=True):
                 if place.size:
-                    call("cuMemcpyPeerAsync", place.target, theirs, address, first, place.size, stream)
+                    call("cuMemcpyPeerAsync", place.target, target_context, address, source_context, place.size, stream)
         call("cuEventRecord", self._ready, stream)
 
     def _follow(self, number: int, other: CudaBackend, program: int, addresses: Sequence[int] | None) -> None:
@@ -220,16 +220,16 @@ class OneRankBackend(ExchangingBackend):
         assert world is not None
         self._world, self._timeout = world, timeout
         with ExitStack() as undo:
-            mine = context or Context(device)
-            undo.callback(mine.release)
-            check_device(bundle.manifest.target, mine)
+            own_context = context or Context(device)
+            undo.callback(own_context.release)
+            check_device(bundle.manifest.target, own_context)
             cleanup = undo.enter_context(ExitStack())
-            with mine:
-                self._peer_base = reserve(world, mine, cleanup)
-                self._allocate_statuses(mine, cleanup)
-                handle = create_part(world, mine, cleanup, shared=True)
-                map_part(world, self._part_address(world.rank), handle, [mine], cleanup)
-                initialize_part(world, self._part_address(world.rank), int(timeout * SECOND), mine.stream)
+            with own_context:
+                self._peer_base = reserve(world, own_context, cleanup)
+                self._allocate_statuses(own_context, cleanup)
+                handle = create_part(world, own_context, cleanup, shared=True)
+                map_part(world, self._part_address(world.rank), handle, [own_context], cleanup)
+                initialize_part(world, self._part_address(world.rank), int(timeout * SECOND), own_context.stream)
                 descriptor = int(call("cuMemExportToShareableHandle", handle, MEM_FILE_DESCRIPTOR, 0))
                 try:
                     digest = hashlib.sha256(whole.text).hexdigest()
@@ -243,15 +243,15 @@ class OneRankBackend(ExchangingBackend):
                     for rank, part in enumerate(parts):
                         if rank != world.rank:
                             handle = int(call("cuMemImportFromShareableHandle", part, MEM_FILE_DESCRIPTOR, detail="memory peer"))
-                            cleanup.callback(call_in_context, mine, "cuMemRelease", handle)
-                            map_part(world, self._part_address(rank), handle, [mine], cleanup)
+                            cleanup.callback(call_in_context, own_context, "cuMemRelease", handle)
+                            map_part(world, self._part_address(rank), handle, [own_context], cleanup)
                 finally:
                     for part in parts:
                         os.close(part)
-            mine.retain()
-            CudaBackend.__init__(self, bundle, device, mode, context=mine, lazy=False, threads=threads, peer=self._peer_base)
+            own_context.retain()
+            CudaBackend.__init__(self, bundle, device, mode, context=own_context, lazy=False, threads=threads, peer=self._peer_base)
             undo.callback(CudaBackend.close, self)
-            with mine:
+            with own_context:
                 check_occupancy(self, bundle, 1)
             self._peer_cleanup = undo.pop_all()
 

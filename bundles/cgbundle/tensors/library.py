@@ -52,11 +52,11 @@ class Library(Protocol):
             if [type(value) for value in inputs] != kinds:
                 return None
             try:
-                taken = [take(value, "") for value in inputs]
+                checked = [take(value, "") for value in inputs]
             except CallError:
                 return None  # the slow path raises it again, with the input's name
-            same = [descriptor[1:] for _, descriptor in taken] == layouts
-            return ([descriptor[0] for _, descriptor in taken], taken) if same else None
+            same = [descriptor[1:] for _, descriptor in checked] == layouts
+            return ([descriptor[0] for _, descriptor in checked], checked) if same else None
 
         return like
 

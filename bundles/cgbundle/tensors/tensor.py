@@ -59,7 +59,7 @@ class Tensor:
 
     def tobytes(self) -> bytes:
         """The bytes of the elements, row-major."""
-        _check_near(self)
+        _check_on_cpu(self)
         source = self if self.contiguous else self.clone()
         return ctypes.string_at(source.address, prod(self.shape) * DTYPES[self.dtype])
 
@@ -142,8 +142,8 @@ def copy(target: Tensor, source: Tensor) -> None:
     """Copies between CPU tensors of one shape and dtype, in the longest runs that both layouts allow."""
     if target.shape != source.shape or target.dtype != source.dtype:
         raise ValueError(f"cannot copy {_kind(source)} into {_kind(target)}")
-    _check_near(target)
-    _check_near(source)
+    _check_on_cpu(target)
+    _check_on_cpu(source)
     size = DTYPES[target.dtype]
     if 0 in target.shape:
         return
@@ -168,7 +168,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype}, {list(tensor.shape)}, {place}"
 
 
-def _check_near(tensor: Tensor) -> None:
+def _check_on_cpu(tensor: Tensor) -> None:
     if tensor.device is not None:
         raise BufferError(f"cgbundle.Tensor({_kind(tensor)}) lies on a GPU: read and write it with torch.from_dlpack or the like")
 
@@ -192,12 +192,12 @@ class DLPack(Library):
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
         if isinstance(value, Tensor):
-            known = value._taken  # each tensor is checked once: a server passes the same eleven at every call
-            if known is not None and (
-                known[0] is value.address and known[1] is value.shape and known[2] is value.dtype
-                and known[3] is value.strides and known[4] is value.device
+            cached = value._taken  # each tensor is checked once: a server passes the same eleven at every call
+            if cached is not None and (
+                cached[0] is value.address and cached[1] is value.shape and cached[2] is value.dtype
+                and cached[3] is value.strides and cached[4] is value.device
             ):  # fmt: skip
-                return value, known[5]
+                return value, cached[5]
             numbers = [value.address, *value.shape, *value.strides, *(() if value.device is None else (value.device,))]
             if value.dtype not in DTYPES or any([type(number) is not int for number in numbers]):
                 text = f"input {name!r}: a cgbundle.Tensor with an invalid dtype, address, shape, strides or device"
@@ -210,8 +210,8 @@ class DLPack(Library):
             return value, descriptor
         from .capsules import read  # for tensors of other libraries only
 
-        taken = Tensor(*read(value, name))
-        return taken, self.describe(taken)
+        imported = Tensor(*read(value, name))
+        return imported, self.describe(imported)
 
     def describe(self, value: Tensor) -> Descriptor:
         return value.address, value.shape, value.dtype, None if value.contiguous else value.strides, value.device

@@ -124,8 +124,8 @@ class Torch(Library):
         return value.clone(memory_format=self.module.contiguous_format)
 
     def empty_like(self, value: Any) -> tuple[Any, int]:
-        room = self._empty_like(value)  # this and the driver's copy take less time than torch's `clone`
-        return room, room.data_ptr()
+        tensor = self._empty_like(value)  # this and the driver's copy take less time than torch's `clone`
+        return tensor, tensor.data_ptr()
 
     def cast(self, value: Any, dtype: str) -> Any:
         return value.to(getattr(self.module, dtype))

@@ -250,37 +250,37 @@ def _check_memory(program: Program, rows: list[tuple[int, int, int, int, int]], 
     current values sorted by writing step. While no error is found, each value is dead before the next one is written, so that a new
     value is compared with its two neighbours only."""
     writers: list[int] = []
-    lying: dict[int, list[tuple[int, int, int]]] = {}  # by writer: (-last step that reads, end, index), a heap
+    live: dict[int, list[tuple[int, int, int]]] = {}  # by writer: (-last step that reads, end, index), a heap
 
-    def lies(at: int, begin: int) -> bool:
+    def is_live(at: int, begin: int) -> bool:
         """Whether writer number `at` still has a value at `begin`; removes it otherwise."""
-        heap = lying[writers[at]]
+        heap = live[writers[at]]
         while heap and heap[0][1] <= begin:
             heappop(heap)
         if not heap:
-            del lying[writers.pop(at)]
+            del live[writers.pop(at)]
         return bool(heap)
 
     for begin, end, writer, reader, index in sorted(rows):
         at = bisect_left(writers, writer)
-        while at and not lies(at - 1, begin):
+        while at and not is_live(at - 1, begin):
             at -= 1
-        if at and (last := -lying[writers[at - 1]][0][0]) > writer:
-            _refuse(program, where, writer, index, lying[writers[at - 1]][0][2], last)
-        while at < len(writers) and not lies(at, begin):
+        if at and (last := -live[writers[at - 1]][0][0]) > writer:
+            _refuse(program, where, writer, index, live[writers[at - 1]][0][2], last)
+        while at < len(writers) and not is_live(at, begin):
             pass
         if at < len(writers) and writers[at] == writer:
             if program.steps[writer].kind != "graph":
-                _refuse_own(where, writer, index, lying[writer][0][2])
+                _refuse_own(where, writer, index, live[writer][0][2])
             at += 1
-            while at < len(writers) and not lies(at, begin):
+            while at < len(writers) and not is_live(at, begin):
                 pass
         if at < len(writers) and reader > writers[at]:
-            _refuse(program, where, writers[at], lying[writers[at]][0][2], index, reader)
-        if writer not in lying:
-            lying[writer] = []
+            _refuse(program, where, writers[at], live[writers[at]][0][2], index, reader)
+        if writer not in live:
+            live[writer] = []
             insort(writers, writer)
-        heappush(lying[writer], (-reader, end, index))
+        heappush(live[writer], (-reader, end, index))
 
 
 def _refuse_own(where: str, writer: int, index: int, other: int) -> NoReturn:

@@ -214,20 +214,20 @@ class Upload:
             cleanup.callback(thread.join)
         cleanup.callback(end)
         send, query = cu.held("cuMemcpyHtoDAsync"), cu.held("cuStreamQuery")
-        travelling: deque[Slot] = deque()
+        sending: deque[Slot] = deque()
         for _ in range(self._total):
-            while travelling and not query(travelling[0].stream):
-                free.put(travelling.popleft())
-            while travelling and self._full.empty():
-                call("cuStreamSynchronize", travelling[0].stream, detail="weights")
-                free.put(travelling.popleft())
+            while sending and not query(sending[0].stream):
+                free.put(sending.popleft())
+            while sending and self._full.empty():
+                call("cuStreamSynchronize", sending[0].stream, detail="weights")
+                free.put(sending.popleft())
             full = self._full.get()
             if full is None:
                 return
             self._send(send, *full)
-            travelling.append(full[0])
+            sending.append(full[0])
             self._sent += 1
-        for slot in travelling:
+        for slot in sending:
             call("cuStreamSynchronize", slot.stream, detail="weights")
 
     def _fill(self, slot: Slot, index: int, group: Sequence[Piece]) -> int:
