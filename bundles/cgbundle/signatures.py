@@ -17,7 +17,7 @@ Key: TypeAlias = str | os.PathLike[str] | bytes
 """The path of a PEM file, 64 hexadecimal digits, or 32 bytes."""
 
 Keys: TypeAlias = Key | Sequence[Key]
-"""Trusted public keys: a `Key`, or several."""
+"""Trusted public keys: the path of a PEM file, 64 hexadecimal digits or 32 bytes, or several of these."""
 
 KEY_BYTES = 32
 

@@ -1,4 +1,4 @@
-"""Checks of the files beside the manifest: weights, recordings, host code. `check_loaded` is all that a load checks."""
+"""Checks of the files beside the manifest: weights, recordings, host code."""
 
 from __future__ import annotations
 
