@@ -23,7 +23,7 @@ from .errors import (
     StateMissing,
 )
 
-TYPE_CHECKING = False  # `typing` takes as long to import as all else that stands between `import cgbundle` and a GPU's context
+TYPE_CHECKING = False  # importing `typing` would take as long as all other work before a GPU's context is started
 if TYPE_CHECKING:
     from typing import Any
 
@@ -53,7 +53,7 @@ _MODULES = {
 }  # fmt: skip
 
 
-if not TYPE_CHECKING:  # a checker that saw it would take every name for one that is there
+if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every name
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Cause:
     """A row of a catalogue: class, exit code, meaning, default hint."""
 
-    __slots__ = ("error", "exit_code", "hint", "meaning")  # by hand: to make a dataclass takes `import cgbundle` a millisecond
+    __slots__ = ("error", "exit_code", "hint", "meaning")  # not a dataclass, which would add a millisecond to `import cgbundle`
 
     def __init__(self, error: type[CgbundleError], exit_code: int, meaning: str, hint: str = "") -> None:
         self.error, self.exit_code, self.meaning, self.hint = error, exit_code, meaning, hint
@@ -26,7 +26,7 @@ class CgbundleError(Exception):
 
     catalogue: ClassVar[Mapping[str, Cause]]
     escaped: ClassVar[bool] = False
-    """Whether parts of a bundle or a call may stand in messages: what is not printable is escaped there, and a long one cut."""
+    """Whether messages quote a bundle or a call. Then unprintable characters are escaped, and long messages are cut."""
 
     def __init__(self, code: str, message: str, hint: str = "") -> None:
         super().__init__(one_line(message) if self.escaped else message)
@@ -37,7 +37,7 @@ class CgbundleError(Exception):
 
     @property
     def kind(self) -> str:
-        """The code in the spelling of a class: FileDamaged."""
+        """The code, spelled like a class: FileDamaged."""
         return self.code.title().replace("-", "")
 
     @property
@@ -82,7 +82,7 @@ class SessionBusy(CallError):
 class StateMissing(CallError, KeyError):
     """The model has no such state."""
 
-    __str__ = Exception.__str__  # KeyError's shows the message in quotes
+    __str__ = Exception.__str__  # `KeyError.__str__` would show the message in quotes
 
 
 class EntryMissing(CallError, KeyError):
@@ -93,7 +93,7 @@ class EntryMissing(CallError, KeyError):
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """ " (did you mean decode?)", or "" without a similar name."""
-    from difflib import get_close_matches  # only where something is wrong
+    from difflib import get_close_matches  # only errors need it
 
     return "".join([f" (did you mean {near}?)" for near in get_close_matches(name, known, 1, 0.6)])
 

@@ -1,5 +1,4 @@
-"""`load`: starts the context of a GPU, then opens the bundle (program/opening.py). Imports before the context delay the first
-answer."""
+"""`load`: starts the context of a GPU, then opens the bundle (program/opening.py). Imports before that delay the first call."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 
 CUDA, GLANCE = b'"kind":"cuda"', 16 << 20
-"""The target in a manifest for a GPU, and the bytes that are searched. A wrong guess costs an unused context, or its time."""
+"""Text in every manifest for a GPU, and how many bytes are searched for it. A wrong guess costs an unused context, or time."""
 
 if TYPE_CHECKING:
 
@@ -76,9 +75,9 @@ def load(
       the GPU memory that weights and temporaries leave free, or half of the host's free memory.
     - `replicas`: loads a copy on each of `devices` (None: every GPU), and returns one object that calls them: `Replicas`.
     - `devices`: for a model over several GPUs, the device of each rank; None uses the first ones.  One process drives all devices.
-      A call has the inputs once, and returns the outputs of rank 0.  `timeout`: seconds that a rank waits for another one.
+      A call takes the inputs once, and returns the outputs of rank 0.  `timeout`: seconds that a rank waits for another one.
     - `rank`, `rendezvous`: for a model over several GPUs with a process for each rank, on `device`.  The processes connect at the
-      socket `rendezvous`, which rank 0 makes and removes, and wait there for `timeout` seconds.  All of them make the same calls,
+      socket `rendezvous`, which rank 0 creates and removes, and wait there for `timeout` seconds.  All of them make the same calls,
       and get the outputs of their rank.
 
     Raises a CgbundleError: option-refused for `threads` if no code runs on the CPU, for `replicas` if no code runs on a GPU, and
@@ -94,13 +93,13 @@ def load(
 
 def open_program(path: str | os.PathLike[str], device: int = 0, **options: Any) -> Program:
     """`load` for verification. `poison`: a byte that fills the arena and undefined bytes of kernel parameters, so that a replay
-    that relies on them fails; and state has a row more than the minimum."""
+    that relies on them fails. With it, state has one row more than the minimum."""
     program: Program = _open(path, device, **options)
     return program
 
 
 def _open(path: Any, device: Any, devices: Any = None, *, replicas: bool = False, **options: Any) -> Any:
-    """Starts the context, and imports everything else meanwhile."""
+    """Starts the context in another thread, and imports the rest meanwhile."""
     first = devices[0] if isinstance(devices, list | tuple | range) and devices else device
     begins = type(first) is int and first >= 0 and not replicas
     context = _begin_context(path, first) if begins else ContextFuture(None)
@@ -113,7 +112,7 @@ def _open(path: Any, device: Any, devices: Any = None, *, replicas: bool = False
 
 
 def _begin_context(path: Any, device: int) -> ContextFuture:
-    """The context of a GPU, started if the manifest looks like one for a GPU."""
+    """Starts to create the GPU's context if the manifest seems to be for a GPU."""
     try:
         folder = open_directory(os.fspath(path))
         try:
@@ -124,10 +123,10 @@ def _begin_context(path: Any, device: int) -> ContextFuture:
                 os.close(manifest)
         finally:
             os.close(folder)
-    except (BundleError, OSError, TypeError):  # whoever opens the bundle says what it is
+    except (BundleError, OSError, TypeError):  # `open_bundle` will report the error
         return ContextFuture(None)
     if CUDA not in text:
         return ContextFuture(None)
-    from .cuda.driver import Context  # here, not in the thread: two threads that import at once wait for each other
+    from .cuda.driver import Context  # imported here, not in the thread: two threads that import at once wait for each other
 
     return ContextFuture(lambda: Context(device))

@@ -33,14 +33,14 @@ from .tensors.self_test_tensors import ComparedTensor, is_exact, self_test_tenso
 from .tensors.self_test_tensors import inputs_of as inputs_of
 from .tensors.tensor import Tensor, copy, empty, from_bytes
 
-POISON = 0xFF  # fills memory that no replay may read before it writes it: NaN, or -1
+POISON = 0xFF  # fills memory that a replay must write before it reads it: NaN, or -1
 BITS = "bits"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A compared tensor. `error` as in `comparison.difference`; `exact`: equal bits; `text`: the difference, "" if floats may
-    differ."""
+    """A compared tensor. `error` as in `comparison.difference`; `exact`: equal bits; `text`: the difference, "" for equal bits and
+    floats that pass."""
 
     title: str
     error: float
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """The error nearest to its bound, or furthest beyond."""
+        """The error that is largest in proportion to its bound."""
         return nearest([(tensor.error, tensor.bound) for tensor in self.tensors])[0]
 
     @property
@@ -84,7 +84,7 @@ class Result:
 
 
 Outputs = dict[str, safetensors_writer.Tensor]
-"""Results by the self-test's names; `8x128/call-0/1` is output 1 of the first of several calls."""
+"""Results by their names in the self-test; `8x128/call-0/1` is output 1 of the first of several calls."""
 
 
 def replay_self_test(
@@ -101,7 +101,7 @@ def replay_self_test(
 
 
 def name_key(entry: EntrySpec, key: Sequence[int]) -> str:
-    """`batch=8, seq=128`; of another entry than forward `decode: batch=8`."""
+    """Text: `batch=8, seq=128`; for another entry than forward `decode: batch=8`."""
     return key_text(entry.dimensions, key, entry.name)
 
 
@@ -118,7 +118,7 @@ def _replay(self_test: Mapped, program: Program, spec: EntrySpec, proof: Proof, 
         program.reset()
     if manifest.random is not None:
         program.seed(0)
-    # a cache of zeros may be most of a GPU's memory: nothing of it is held here before it is compared
+    # initial state of zeros is not copied: a cache may take most of a GPU's memory
     first = {index: program.state_bytes(index) for index in state if not manifest.weights[index].zeros}
     actual: Outputs = {}
     for call in range(spec.self_test.calls):
@@ -147,7 +147,7 @@ def _replay(self_test: Mapped, program: Program, spec: EntrySpec, proof: Proof, 
         if failed is not None:
             actual[name] = (row.dtype, tuple(shape), partial(bytes, got))
         if comparison.stand_in(self_test.entries, name):
-            error, text = _beside_condensed(self_test, name, row, got, before)
+            error, text = _compare_condensed(self_test, name, row, got, before)
             row_result = Compared(title=row.title, error=error, bound=bound, exact=not text, text="")
             return row_result if row_result.passed(spec.self_test.compare) else replace(row_result, text=text)
         expected = _changed(self_test, name, before) if row.kind == "state" else bytes(stored(self_test, name))
@@ -170,12 +170,12 @@ def _tensor(value: Any) -> Any:
 
 def _changed(self_test: Mapped, name: str, first: bytes) -> bytes:
     """State after the call: the initial bytes with the changed elements of the self-test."""
-    expected, elements, taken = bytearray(first), stored(self_test, name), 0
+    expected, elements, done = bytearray(first), stored(self_test, name), 0
     for begin, end in _runs(self_test, name, DTYPES[self_test.entries[name].dtype], len(first)):
-        if taken + end - begin > len(elements):
+        if done + end - begin > len(elements):
             raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r}: has {len(elements)} bytes, and more were changed")
-        expected[begin:end] = elements[taken : taken + end - begin]
-        taken += end - begin
+        expected[begin:end] = elements[done : done + end - begin]
+        done += end - begin
     return bytes(expected)
 
 
@@ -190,7 +190,7 @@ def _runs(self_test: Mapped, name: str, width: int, size: int) -> list[tuple[int
     return spans
 
 
-def _beside_condensed(self_test: Mapped, name: str, row: ComparedTensor, got: bytes, first: bytes) -> tuple[float, str]:
+def _compare_condensed(self_test: Mapped, name: str, row: ComparedTensor, got: bytes, first: bytes) -> tuple[float, str]:
     """(error, text) of a condensed tensor. For state the self-test has the changed elements; the rest must equal `first`."""
     if row.kind == "state":
         runs, kept = _runs(self_test, name, DTYPES[row.dtype], len(got)), bytearray(got)
@@ -203,15 +203,15 @@ def _beside_condensed(self_test: Mapped, name: str, row: ComparedTensor, got: by
 
 
 def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, Any]:
-    """Replays the self-test in a fresh process: the result of `main`, with `exit_code`. `keys`: one of them must have signed the
-    bundle. `outputs`: file for the results of failed replays."""
+    """Replays the self-test in a fresh process. Returns what `main` prints, with `exit_code`. `keys`: one of them must have signed
+    the bundle. `outputs`: file for the results of failed replays."""
     options = ("--outputs", outputs) if outputs else ()
     return run_fresh("cgbundle.self_test", [*options, path, *keys], path)
 
 
 def run_fresh(module: str, arguments: Sequence[str], path: str) -> dict[str, Any]:
-    """Runs a module of the runtime in a fresh process: the JSON object on its last line, with `exit_code`. A process without one is
-    an error of the bundle at `path` ("error", "hint", "code")."""
+    """Runs a module of the runtime in a fresh process: the JSON object on its last line, with `exit_code`; without one, an error of
+    the bundle at `path` ("error", "hint", "code")."""
     import subprocess
 
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -274,21 +274,21 @@ class ChainResult:
 
 
 def replay_chained(program: Program) -> list[ChainResult]:
-    """Compares calls that read donated outputs in place with calls on copies, from the initial state: for every int_key that may
-    read donated outputs, and every entry that provides some (one of its int_keys), the source entry, random other entries, then the
-    reader, all with inputs of the self-test. Before the second run reads in place, other memory is overwritten."""
-    takers: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    """Compares calls that read donated outputs in place with calls on copies, for every int_key that may read donated outputs and
+    every entry that provides some (one of its int_keys). A run starts from the initial state, and calls the source, random other
+    entries, then the reader, with inputs of the self-test. All other memory is overwritten before the reader."""
+    sources_of: dict[int, dict[int, list[tuple[int, int]]]] = {}
     for donation, source, target in donating_programs(program.manifest):
-        takers.setdefault(target, {}).setdefault(source, []).append((donation.output, donation.input))
+        sources_of.setdefault(target, {}).setdefault(source, []).append((donation.output, donation.input))
     with closing(program.open_self_test()) as self_test:
-        calls, drawn, results = _ChainedCalls(program, self_test), random.Random(0), []
-        for target, sources in takers.items():
+        calls, generator, results = _ChainedCalls(program, self_test), random.Random(0), []
+        for target, sources in sources_of.items():
             by_entry: dict[str, list[int]] = {}
             for source in sources:
                 by_entry.setdefault(calls.rows[source][0].name, []).append(source)
             for numbers in by_entry.values():
-                source = drawn.choice(numbers)
-                results.append(calls.compared(source, sources[source], target, drawn.random()))
+                source = generator.choice(numbers)
+                results.append(calls.compared(source, sources[source], target, generator.random()))
         return results
 
 
@@ -314,9 +314,9 @@ class _ChainedCalls:
         return ChainResult(title=" -> ".join(names), error=worst, passed=not texts, text="; ".join(texts))
 
     def run(
-        self, source: int, pairs: Sequence[tuple[int, int]], target: int, drawn: random.Random, *, chained: bool
+        self, source: int, pairs: Sequence[tuple[int, int]], target: int, generator: random.Random, *, chained: bool
     ) -> list[bytes]:
-        """The target's outputs, which reads the source's in place (`chained`) or as copies."""
+        """The outputs of the target, which reads the source's outputs in place (`chained`) or as copies."""
         self.program.reset()
         if self.program.manifest.random is not None:
             self.program.seed(0)
@@ -324,15 +324,15 @@ class _ChainedCalls:
         results = self.call(source, {})
         copies = {output: self.read(source, output, results) for output, _ in pairs}
         others = [index for index, (entry, _) in enumerate(self.rows) if entry.name != self.rows[source][0].name]
-        for _ in range(drawn.randrange(BETWEEN + 1) if others else 0):
-            self.call(drawn.choice(others), {})
+        for _ in range(generator.randrange(BETWEEN + 1) if others else 0):
+            self.call(generator.choice(others), {})
         inputs = {index: results.addresses[output] if chained else copies[output] for output, index in pairs}
         self.backend.poison(POISON, reserved=not chained)
         results = self.call(target, inputs)
         return [self.read(target, output, results) for output in range(len(self.rows[target][0].outputs))]
 
     def call(self, number: int, inputs: Mapping[int, int | bytes]) -> Any:
-        """Replays a program. Inputs that are not given as address or bytes come from the self-test."""
+        """Replays a program. `inputs`: addresses or bytes by position; the self-test has the other inputs."""
         (entry, program), backend = self.rows[number], self.backend
 
         def replayed(stream: Any) -> Any:
@@ -342,7 +342,7 @@ class _ChainedCalls:
                 if data is None:
                     name, value = self_test_entry(program.key, "input", index, entry.name), program.values[program.inputs[index]]
                     source = from_bytes(stored(self.self_test, name), value.dtype, value.shape)
-                    memory = empty("uint8", (len(source.tobytes()),))  # the value's order of axes, which is dense
+                    memory = empty("uint8", (len(source.tobytes()),))  # dense, with the value's order of axes
                     copy(Tensor(memory.address, value.dtype, value.shape, value.strides, memory), source)
                     data = memory.tobytes()
                 if isinstance(data, bytes):

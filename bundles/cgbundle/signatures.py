@@ -1,5 +1,5 @@
-"""Signatures of bundles: a file beside the manifest with a signature of it, and public keys that a caller trusts. The manifest has
-the hashes of all other files. The package `cryptography` is imported only if a key is given."""
+"""Signatures of manifests, each in a file beside it, and the public keys that a caller trusts. A manifest has the hashes of all
+other files. The package `cryptography` is imported only if a key is given."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Key: TypeAlias = str | os.PathLike[str] | bytes
 """The path of a PEM file, 64 hexadecimal digits, or 32 bytes."""
 
 Keys: TypeAlias = Key | Sequence[Key]
-"""Public keys that are trusted: the path of a PEM file, 64 hexadecimal digits, or 32 bytes; or several of these."""
+"""Trusted public keys: the path of a PEM file, 64 hexadecimal digits or 32 bytes, or several of these."""
 
 KEY_BYTES = 32
 
-MAX_BYTES = 16 << 10  # of a PEM file: a key takes 113, the rest may be comments
+MAX_BYTES = 16 << 10  # maximum size of a PEM file: a key takes 113 bytes, the rest may be comments
 PUBLIC = "openssl pkey -in PRIVATE.pem -pubout -out PUBLIC.pem, and give PUBLIC.pem: machines that only check need no private key"
 
 FORGEABLE = frozenset(map(bytes.fromhex, (
@@ -29,18 +29,18 @@ FORGEABLE = frozenset(map(bytes.fromhex, (
     "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
     "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
 )))  # fmt: skip
-"""Keys of small order, without the sign bit: anybody can sign with them, and OpenSSL accepts them."""
+"""Public keys of small order, without the sign bit: OpenSSL accepts them, but anybody can forge their signatures."""
 
 
 class Signature(NamedTuple):
-    """`key` is the alleged signer, until it is found among trusted keys."""
+    """`key`: the public key that the file has, not yet compared with trusted keys."""
 
     key: bytes
     signature: bytes
 
 
 def ed25519() -> Any:
-    """The module of `cryptography`. Raises library-missing."""
+    """The module `ed25519` of `cryptography`. Raises library-missing."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519 as module
     except ImportError:
@@ -50,7 +50,7 @@ def ed25519() -> Any:
 
 
 def signature_file(bundle: Archive) -> bytes | None:
-    """The start of the signature's file, one byte more than valid; None without one. Raises signature-wrong."""
+    """The start of the signature file, up to one byte more than is valid; None without a file. Raises signature-wrong."""
     try:
         descriptor = open_file(SIGNATURE, bundle.folder(""))
     except BundleError as error:
@@ -119,7 +119,7 @@ def _of_pem(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero in it
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
         problem = f"{path[:200]}: not a key of 64 hexadecimal digits, and not a readable file: {reason}"
         raise CallError("key-invalid", problem) from None

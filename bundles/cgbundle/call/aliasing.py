@@ -1,6 +1,6 @@
 """Memory that calls share with the caller: outputs that alias an input, a weight, state or another output as in eager PyTorch, and
-inputs that the model writes to. A padded call shares whole inputs, weights and state, and outputs with each other. A chunked call
-shares whole inputs only, because its outputs are assembled from chunks."""
+inputs that the model writes to. Outputs of a padded call alias whole inputs, weights, state and other outputs. Those of a chunked
+call alias whole inputs only, because they are assembled from chunks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ INPUTS, OUTPUTS = "inputs", "outputs"
 
 
 class AliasLayout(NamedTuple):
-    """The layout of an output (`value`) and of what it shares memory with (`base`) at one int_key: `offset` in bytes from the
-    base's first element. `whole`: it is all of the base, with the same layout."""
+    """The layout of an output (`value`) and of the tensor that it shares memory with (`base`) at one int_key: `offset` in bytes
+    from the base's first element. `whole`: the output is all of the base."""
 
     value: Value
     base: Value
@@ -40,9 +40,8 @@ def alias_layout(manifest: Manifest, program: Program, alias: Alias) -> AliasLay
 
 
 def rebase(seen: AliasLayout, steps: Sequence[int]) -> tuple[int, list[int]] | None:
-    """Where a view of an input lies in the caller's tensor with strides of `steps` bytes: (offset in bytes, strides in bytes). None
-    if the tensor has no such view: an axis of the view may cover several axes of the input, which only the recorded layout allows,
-    or the dtypes and layouts differ."""
+    """The (offset, strides) in bytes of a view of an input, in the caller's tensor with strides of `steps` bytes. None if a layout
+    other than the recorded one has no such view: the dtypes differ, or an axis of the view covers several axes of the input."""
     base, value = seen.base, seen.value
     item = DTYPES[base.dtype]
     if moving(base.shape, [stride * item for stride in base.strides]) == moving(base.shape, steps):
@@ -67,9 +66,9 @@ def rebase(seen: AliasLayout, steps: Sequence[int]) -> tuple[int, list[int]] | N
 
 
 class OutputAliases:
-    """The outputs in `EntrySpec.aliases`. An output that is an input is the caller's own tensor; a part of an input is that part of
-    the caller's tensor, if its layout allows (input-layout). An output over a weight or state is a live tensor, never guarded, for
-    callers on the program's device, else a copy. Outputs that share memory with each other do so in the results."""
+    """The outputs in `EntrySpec.aliases`. For an alias of an input a call returns the caller's tensor or a part of it, or raises
+    input-layout. For an alias of a weight or state it returns a tensor over that memory, without a guard, to callers on the
+    program's device, else a copy. Outputs that share memory with each other do so in the results."""
 
     def __init__(self, manifest: Manifest, entry: EntrySpec, backend: Backend, *, views: bool) -> None:
         aliases = entry.aliases
@@ -96,16 +95,16 @@ class OutputAliases:
             if seen.whole:
                 shared[alias.output] = tensor
                 continue
-            # of a lazy conjugate or negative of torch a copy was taken
+            # a lazy conjugate or negative tensor of torch was copied
             in_place = library.name != "torch" or tensor.data_ptr() == descriptors[alias.index][0]
             item = DTYPES[seen.value.dtype]
-            there = rebase(seen, library.byte_strides(value)) if in_place else None
-            if there is None or any(step % item for step in there[1]):
+            view = rebase(seen, library.byte_strides(value)) if in_place else None
+            if view is None or any(step % item for step in view[1]):
                 name, output = self._inputs[alias.index].name, self._outputs[alias.output].name
                 text = f"input {name!r}: output {output!r} shares its memory, and its layout is not the recorded one"
                 raise CallError("input-layout", text)
-            strides = [step // item for step in there[1]]
-            part = library.as_strided(value, seen.value.dtype, seen.value.shape, strides, there[0])
+            strides = [step // item for step in view[1]]
+            part = library.as_strided(value, seen.value.dtype, seen.value.shape, strides, view[0])
             shared[alias.output] = part if self._views else library.converted(part, tensors[0])
         return shared
 
@@ -144,7 +143,7 @@ class OutputAliases:
         if parts is not None:
             values = [value[valid] if valid else value for value, (valid, _) in zip(values, parts, strict=True)]
             if self._views and self._backend.device is None:
-                for alias in self._input_aliases:  # it lies in a padded input that is gone after the call
+                for alias in self._input_aliases:  # it is in a padded input, which is freed after the call
                     values[alias.output] = library.copy(values[alias.output])
         return values, bare
 
@@ -163,7 +162,7 @@ def _part(library: Library, seen: AliasLayout, base: Any) -> Any:
 
 
 class MutatedInputs:
-    """The inputs in `EntrySpec.mutated_inputs`. The backend works on the caller's memory. A tensor with another layout than
+    """The inputs in `EntrySpec.mutated_inputs`. The backend writes to the caller's memory. A tensor with another layout than
     recorded is copied, and copied back. Memory of two inputs may overlap only if neither is written."""
 
     __slots__ = ("_inputs", "_written")
@@ -175,7 +174,7 @@ class MutatedInputs:
         self, library: Library, tensors: Sequence[Any], values: Sequence[Any], descriptors: Sequence[Descriptor]
     ) -> list[tuple[int, Any]]:
         """(position, tensor over the caller's memory) of the mutated inputs that need `copy_back`. Raises input-unwritable before
-        anything runs: also if written memory belongs to another input, or twice to this one."""
+        anything runs: also if written memory is shared by another input, or by elements of this one."""
         places = []
         for value, (address, shape, dtype, _, _) in zip(values, descriptors, strict=True):
             places.append(reach(address, shape, library.byte_strides(value), DTYPES[dtype]))
@@ -201,7 +200,7 @@ class MutatedInputs:
 
     @staticmethod
     def copy_back(targets: Sequence[tuple[int, Any]], values: Sequence[Any]) -> None:
-        """Copies from the copies in `values` to the caller's memory."""
+        """Copies `values` to the caller's memory."""
         for index, target in targets:
             copied = values[index]
             target[tuple([slice(0, size) for size in copied.shape])] = copied

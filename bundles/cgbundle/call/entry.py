@@ -1,4 +1,4 @@
-"""An entry of a loaded bundle, ready to be called: the fast path if its guard passes, else guards -> plan -> inputs -> replay ->
+"""An entry of a loaded bundle. A call takes the fast path if its guard passes, else guards -> plan -> inputs -> replay ->
 outputs."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Entry:
         self._aliases: OutputAliases | None = None
         self._mutated: MutatedInputs | None = None
         if spec.data_sizes:
-            from .structure import DataSizes  # few bundles have any: a load without them stays light
+            from .structure import DataSizes  # few bundles have any
 
             self._data_sizes, build = DataSizes(spec, session.backend), self._build
             cut = self._data_sizes.cut
@@ -60,7 +60,7 @@ class Entry:
             self._mutated = MutatedInputs(spec) if spec.mutated_inputs else None
         trees = [tree for _, tree in spec.call["call"]]
         flat = not any(parameter.keyword for parameter in spec.parameters) and all("tensor" in tree for tree in trees)
-        self._flat = len(trees) if flat else -1  # number of arguments of a call that is taken as it comes
+        self._flat = len(trees) if flat else -1  # number of arguments of calls that need no flattening; -1: all need it
         self._ends = (self._flatten, self._build, self._flat)
         self._row_major = [tensor.order == tuple(range(len(tensor.order))) for tensor in spec.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -74,9 +74,9 @@ class Entry:
         """Replays the model.
 
         Takes the arguments of the model, by position or by name: NumPy arrays, torch tensors, or other tensors with DLPack, all
-        from one library.  Returns tensors of the same library, row-major, nested as in the model.  A Record takes the place of an
-        instance of one of the model's classes.  An argument of such a class may be a Record, a dict, or an object with these
-        attributes.  Raises a CallError that names the input, the axis, what was expected and what was given.
+        from one library.  Returns tensors of the same library, row-major, nested as in the model.  An instance of one of the
+        model's classes is returned as a Record.  An argument of such a class may be a Record, a dict, or an object with these
+        attributes.  Raises a CallError that names the input, the axis, what was expected, and the actual value.
         """
         flat = args if len(args) == self._flat and not kwargs else self._flatten(args, kwargs)
         return self._build(self.replay_whole(flat))
@@ -117,7 +117,7 @@ class Entry:
         device = common_device(self.inputs, descriptors, backend.device) if descriptors else None
         shapes = tuple([descriptor[1] for descriptor in descriptors])
         plan = self._plans.get(shapes) or self._plan(shapes)
-        for place in casts:  # behind the plan, which refuses what would fill the memory
+        for place in casts:  # after the plan, which refuses calls that would fill the memory
             values[place] = value = library.cast(values[place], self.inputs[place].dtype)
             descriptors[place] = library.describe(value)
             tensors = [*tensors[:place], value, *tensors[place + 1 :]]
@@ -129,7 +129,7 @@ class Entry:
                 stream = backend.begin(None if device is None else library.stream(device))
                 try:
                     if views:
-                        _bare(views.values())  # which raises stale-view where another thread's call came between
+                        _bare(views.values())  # raises stale-view if a call of another thread came between
                     outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
                     if outputs.entry_epoch is not None:
                         outputs.entry_epoch.number += 1
@@ -137,14 +137,14 @@ class Entry:
                 finally:
                     backend.end(stream)
         except CgbundleError as error:
-            from ..tensors.input_errors import explained  # only where a call has failed
+            from ..tensors.input_errors import explained  # only for failed calls
 
             changed = set(self.spec.mutated_buffers) - {self.manifest.random}
             raise explained(error, self.inputs, descriptors, writes=bool(changed)) from None
         if library.name == "dlpack" and tensors and not self._views:
             results = [library.converted(value, first) for value in results]
         if mutated is not None and targets is not None:
-            # an output of the CPU may lie in an input's memory: a view of it lasts until the next call, and so does the input
+            # an output on the CPU may be in the memory of an input, which must last as long as its view: until the next call
             self._kept_inputs = values if self._views else ()
             mutated.copy_back(targets, values)
         if shared is not None:
@@ -161,7 +161,7 @@ class Entry:
             try:
                 value, descriptor = take(tensor, spec.name)
             except CallError as error:
-                from ..tensors.input_errors import unreadable  # only where a call has failed
+                from ..tensors.input_errors import unreadable  # only for failed calls
 
                 raise unreadable(error, spec, tensor, library.name) from None
             if descriptor[2] != spec.dtype:
@@ -193,7 +193,7 @@ class Entry:
         for part in plan.parts:
             kept, addresses = self._pad_inputs(library, device, part, values)
             outputs.replay_into(whole, call, part, addresses)
-            del kept  # the inputs had to live until the replay was done with them
+            del kept  # the inputs must live until the end of the replay
         return outputs.guard(library, whole) if self._views else whole
 
     def _pad_inputs(self, library: Library, device: int | None, part: Part, values: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -202,7 +202,7 @@ class Entry:
         pieces: list[Any] = []
         addresses = []
         for index, (value, (slices, shape)) in enumerate(zip(values, part.inputs, strict=True)):
-            piece = value[slices] if slices else value  # NumPy makes a number of array[()], in memory of its own
+            piece = value[slices] if slices else value  # array[()] of NumPy is a number in other memory
             if tuple(piece.shape) != shape:
                 padded = library.empty(self.inputs[index].dtype, shape, device)
                 padded[tuple([slice(0, size) for size in piece.shape])] = piece
@@ -215,7 +215,7 @@ class Entry:
     def _laid_out(
         self, library: Library, values: list[Any], index: int, address: int, shape: Any, strides: Sequence[int] | None
     ) -> int:
-        """The address of an input with the recorded order of axes: its own, or that of a copy that replaces it in `values`."""
+        """The address of an input with the recorded order of axes. If the order differs, a copy replaces it in `values`."""
         order = self.inputs[index].order
         if is_dense(shape, library.strides(values[index]) if strides is None else strides, order):
             return address
@@ -229,7 +229,7 @@ class Entry:
         On a GPU the buffers of all keys share memory: a call of another key overwrites them.  They are valid until the session is
         closed.  Raises key-missing.
         """
-        from ..tensors.tensor import Tensor  # a call with inputs of NumPy needs none
+        from ..tensors.tensor import Tensor  # calls with NumPy arrays do not need it
 
         number = number_of_key(self.spec, int_key)
         addresses, owner = self._backend.buffers(self._first + number)
@@ -249,7 +249,7 @@ class Entry:
 
     def watch(self, profile: Profile | None) -> None:
         """Reports later calls to a profile; None ends this."""
-        self._known.clear()  # they go round the steps that a profile times
+        self._known.clear()  # fast paths bypass the steps that a profile times
         self._flatten, self._build, self._flat = self._ends
         if profile is not None:
             self._flatten, self._build, self._flat = profile.begin(self._flatten), profile.end(self._build), -1
@@ -285,9 +285,9 @@ class Entry:
             return
         rows = [StaticOutput(*row) for row in zip(self.outputs, values, outputs.epochs, strict=True)]
         counts = [epoch for epoch in (outputs.epoch, outputs.entry_epoch) if epoch is not None]
-        line = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
-        if line is not None:
-            self._known.add(tensors, Known(library.guard(tensors), line))
+        fast = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
+        if fast is not None:
+            self._known.add(tensors, Known(library.guard(tensors), fast))
 
     def _check_cast(self, place: int, descriptor: Descriptor) -> None:
         """Raises input-dtype unless `cast=True` allows the cast."""
@@ -306,7 +306,7 @@ def _flattener(spec: EntrySpec) -> Callable[..., Sequence[Any]]:
 
     def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         if not flatteners:
-            from .structure import flattener  # many calls are tensors by position alone
+            from .structure import flattener  # many calls have only tensors by position
 
             flatteners.append(flattener(spec.call, spec.parameters))
         return flatteners[0](args, kwargs)
@@ -334,7 +334,7 @@ def builder(tree: Tree) -> Callable[[Sequence[Any]], Any]:
         fields: Callable[..., Any] = namedtuple(body[0], body[1])  # type: ignore[misc]
         return lambda tensors: fields(*[part(tensors) for part in parts])
     if kind == "record":
-        from .structure import record_class  # few results have any: a load without them stays light
+        from .structure import record_class  # few results have any
 
         make = record_class(body[0], body[1], tuple(body[2])).of
         return lambda tensors: make([part(tensors) for part in parts])

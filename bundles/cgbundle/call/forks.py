@@ -1,5 +1,4 @@
-"""Forks of this process. A child has neither OpenMP's threads, which run CPU code, nor the GPU's context: a call would hang or
-fail."""
+"""Forks of this process. A child has no OpenMP threads, which run CPU code, and no GPU context: calls would hang or fail."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from ..errors import CallError
 
 class Forks:
     """State of this process. `number` counts the forks that led to it. `threads` and `gpu`: it has run CPU code, or has a GPU
-    context. `lost_threads` and `lost_gpu`: an ancestor had."""
+    context. `lost_threads` and `lost_gpu`: a parent had."""
 
     __slots__ = ("gpu", "lost_gpu", "lost_threads", "number", "threads")
 

@@ -1,6 +1,6 @@
-"""Turns of a program's memory: concurrent, one at a time, or for one thread only; and a close that waits. An interrupt (Ctrl-C) may
-arrive after every function call and before the first line of a function. So locks are acquired where an exception releases them in
-any case, and released by C functions, which no interrupt precedes."""
+"""A *turn* is a thread's use of a program's memory. Turns are concurrent, one at a time, or of one thread only, and `close` waits
+for them. An interrupt (Ctrl-C) may arrive after every function call and before the first line of a function. So locks are acquired
+inside `try`, and released by C functions, before which no interrupt arrives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lock:
 
     @property
     def inherited(self) -> bool:
-        """Whether the process was forked since: the holder of the lock is gone."""
+        """Whether the process was forked since: the holder's thread may not exist here."""
         return self._forks != FORKS.number
 
     def check_fork(self) -> None:
@@ -42,12 +42,12 @@ class Lock:
 
 
 class Turn:
-    """A thread's use of `lock`, as a context. `take` and `release` are its parts, for `gpu.fast_path`, which avoids the context.
-    `owned`: whether this thread holds it. Raises ProgramClosed."""
+    """A thread's use of `lock`, as a context manager. `take` and `release` are its parts, for `gpu.fast_path`, which avoids the
+    context. `owned`: whether this thread holds it. Raises ProgramClosed."""
 
     __slots__ = ("__exit__", "_lock", "lock", "owned", "release", "take")
 
-    __exit__: Callable[..., None]  # of C
+    __exit__: Callable[..., None]  # a C function
 
     def __init__(self, owner: Lock, take: Callable[[], object] | None = None) -> None:
         lock: Any = RLock()
@@ -60,14 +60,14 @@ class Turn:
             if self._lock.closed:
                 raise closed(self._lock.name)
         except BaseException:
-            try:  # noqa: SIM105  a context of Python's could be interrupted
+            try:  # noqa: SIM105  a context manager in Python could be interrupted
                 self.release()
-            except RuntimeError:  # interrupted before the lock was taken, or somebody else has it
+            except RuntimeError:  # interrupted before the lock was taken, or another thread has it
                 pass
             raise
 
     def wait(self) -> bool:
-        """Returns when the running call has ended; False at once if it is this thread's own."""
+        """Waits for the running call; returns False at once if that is in this thread."""
         if self.owned():
             return False
         with self.lock:
@@ -80,8 +80,8 @@ INSIDE = nullcontext()
 
 class ExclusiveLock(Lock):
     """Turns one at a time (`cpu.backend.SharedLock`: concurrent turns). `alone`: a session's lock, which refuses a second thread
-    instead of waiting, except while a holder of `updates` uses it briefly. `inner`: the lock itself. Raises ProgramClosed,
-    SessionBusy, process-forked."""
+    instead of waiting, but waits for a holder of `updates`. `inner`: the lock itself. Raises ProgramClosed, SessionBusy,
+    process-forked."""
 
     __slots__ = ("_ending", "_holder", "_turn", "_updates")
 
@@ -106,12 +106,12 @@ class ExclusiveLock(Lock):
         return INSIDE if self._turn.owned() else self._turn
 
     def end(self) -> None:
-        """Makes refusals say that the session is being closed."""
+        """From now on refused threads get ProgramClosed."""
         self._ending = True
 
     def close(self) -> bool:
-        """Refuses new turns, and returns after the others have ended. False inside a call of this thread (a signal handler closes):
-        its memory must stay."""
+        """Refuses new turns, and returns after the others have ended. False inside a call of this thread (as in a signal handler),
+        whose memory must stay."""
         self._ending = True
         nested = self._turn.owned()
         with self.inner:
@@ -143,7 +143,7 @@ def locked(backend: Backend, stream: int | None) -> Iterator[Any]:
 
 
 def during(backend: Backend, stream: int | None, body: Callable[[Any], Result]) -> Result:
-    """Runs `body` with the result of `begin`, in a turn of the backend on `stream`. Not `locked`: an interrupt may leave that."""
+    """Runs `body` with the result of `begin`, in a turn of the backend on `stream`. Unlike `locked`, safe against interrupts."""
     with backend.turn:
         handle = backend.begin(stream)
         try:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .backend import Backend, Results
 
 LARGE = 128 << 10
-"""Larger outputs are returned without a copy if no replay writes to their memory again. Smaller copies take no longer than this
-check, 1 us (two cores)."""
+"""Outputs from this size are returned without a copy if no replay writes to their memory again. Smaller copies take no longer than
+this check, 1 us (two cores)."""
 
 Call = tuple[Library, int | None, Any]
 """The caller's library, the device of its tensors, and the backend's `stream`: a plain tuple, because every call makes one."""
@@ -150,8 +150,8 @@ class Outputs:
         self._first, self._programs, self.epoch = first, entry.programs, session.epoch
         self.entry_epoch = counter = Epoch(entry.name) if donated else None
         self.epochs = [counter if counter and index in donated else self.epoch for index in range(len(entry.outputs))]
-        self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
-        self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
+        self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program: outputs at fixed addresses
+        self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise: outputs at other addresses
         self._extents: dict[int, Extents] = {}  # by program
 
     def replay(self, call: Call, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
@@ -163,22 +163,22 @@ class Outputs:
         if aliases is not None:
             values = aliases.wrap(call, program, values, addresses)
             values, bare = aliases.share(library, call[1], program, values, parts)
-            handed = self.guard(library, values) if views else values
+            returned = self.guard(library, values) if views else values
             return [
                 value if index in bare else other if views else library.copy(value)
-                for index, (value, other) in enumerate(zip(values, handed, strict=True))
+                for index, (value, other) in enumerate(zip(values, returned, strict=True))
             ]
         if parts is not None:
-            values = [value[taken] if taken else value for value, (taken, _) in zip(values, parts, strict=True)]
+            values = [value[valid] if valid else value for value, (valid, _) in zip(values, parts, strict=True)]
         return self.guard(library, values) if views else [library.copy(value) for value in values]
 
     def replay_into(self, whole: Sequence[Any], call: Call, part: Part, addresses: list[int]) -> None:
-        """Replays one chunk of a call, and copies its outputs into the call's."""
+        """Replays one chunk of a call, and copies its outputs into the call's, `whole`."""
         values = self._wrapped(call, part.program, addresses)
         if self._aliases is not None:
             values = self._aliases.wrap(call, part.program, values, addresses)
-        for output, value, (taken, placed) in zip(whole, values, part.outputs, strict=True):
-            output[placed] = value[taken]
+        for output, value, (valid, placed) in zip(whole, values, part.outputs, strict=True):
+            output[placed] = value[valid]
 
     def static(self, library: Library, program: int) -> list[Any] | None:
         """The outputs of a program as the library's tensors at fixed addresses, or None."""
@@ -253,11 +253,11 @@ Replay = Callable[[list[int], Sequence[View]], list[Any]]  # (addresses of the i
 
 
 Fresh = Callable[[], "tuple[Any, Sequence[int]] | None"]
-"""Allocates the outputs of a call: (outputs, addresses), or None without enough memory."""
+"""Allocates the outputs of a call: (outputs, addresses), or None if the library copies as fast."""
 
 
 class Caller(NamedTuple):
-    """What a backend's fast path needs of its caller. `stream`: the current stream of a device. `counts`: counters whose `number`
+    """What a backend's fast path needs from its caller. `stream`: the current stream of a device. `counts`: counters whose `number`
     every call increments. `finish` returns the outputs of a replay on a stream. `fresh` allocates outputs that the replay copies
     to."""
 
@@ -323,8 +323,8 @@ class KnownCalls:
 def replay(
     backend: Backend, library: Library, program: int, outputs: Sequence[StaticOutput], counts: Sequence[Epoch], *, views: bool
 ) -> Replay | None:
-    """A function that replays a program (numbered over all entries) and returns views or copies, or None. `counts`: its
-    counters."""
+    """A function that replays a program (numbered over all entries) and returns views or copies; or None. `counts`: counters that
+    it increments."""
     if views:
         caller = Caller(library.stream, counts, _viewing(library, outputs), None)
     else:
@@ -349,11 +349,11 @@ def _copying(
     places = [_place(library.describe(value)) for value in values]
 
     def finish(stream: Any) -> list[Any]:
-        room = None if fresh is None else fresh()
-        if room is None:
+        allocated = None if fresh is None else fresh()
+        if allocated is None:
             return [copy(value) for value in values]
-        copies: list[Any] = room[0]
-        for target, (address, size) in zip(room[1], places, strict=True):
+        copies: list[Any] = allocated[0]
+        for target, (address, size) in zip(allocated[1], places, strict=True):
             copied(target, address, size, stream)
         return copies
 
@@ -361,7 +361,7 @@ def _copying(
 
 
 def _fresh(library: Library, outputs: Sequence[StaticOutput]) -> Fresh | None:
-    """Allocates tensors for copies; None if the library has to copy an output that is empty or not row-major."""
+    """A function that allocates tensors for copies; None if the library has to copy an empty or not row-major output."""
     values, empty_like = [value for _, value, _ in outputs], library.empty_like
     if not all(_place(library.describe(value))[1] for value in values):
         return None
@@ -369,11 +369,11 @@ def _fresh(library: Library, outputs: Sequence[StaticOutput]) -> Fresh | None:
     def fresh() -> tuple[list[Any], list[int]] | None:
         tensors, addresses = [], []
         for value in values:
-            room = empty_like(value)
-            if room is None:
+            allocated = empty_like(value)
+            if allocated is None:
                 return None
-            tensors.append(room[0])
-            addresses.append(room[1])
+            tensors.append(allocated[0])
+            addresses.append(allocated[1])
         return tensors, addresses
 
     return fresh

@@ -1,5 +1,5 @@
-"""From the shapes of a call to the replays that serve it, with slices of every input and output: `pieces` chooses the recorded
-sizes. Guards compare dtypes, devices and shapes with the signature; errors name the input, the axis, expected and actual. Pure."""
+"""Plans the replays for the shapes of a call, with slices of every input and output; `pieces` chooses the recorded sizes. Guards
+compare dtypes, devices and shapes with the signature; errors name the input, the axis, expected and actual. Pure."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def common_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor
         if descriptor[4] != device:
             alike = False
     if not alike:
-        from ..tensors.input_errors import wrong_device  # only where a call has failed
+        from ..tensors.input_errors import wrong_device  # only for failed calls
 
         raise wrong_device(inputs, descriptors, expected)
     return device
@@ -206,8 +206,8 @@ def _holding(recorded: Sequence[int], size: int) -> int:
 def _fewest_wasted(sizes: Sequence[int], size: int, *, exact: bool) -> list[int]:
     """Recorded sizes, largest first, with a sum of at least `size`: least excess, then fewest pieces; [] if `exact` and no sum
     fits. Dynamic programming over the last `largest**2` rows: above that an optimal sum always has the largest size (of any
-    `largest` smaller pieces some sum to a multiple of it). Pieces of the smallest size waste less than one of them, which limits
-    the sums."""
+    `largest` smaller pieces some sum to a multiple of it). A sum of smallest sizes wastes less than one, which limits the
+    search."""
     smallest, largest = sizes[0], sizes[-1]
     bulk = max(0, (size - largest * largest) // largest)
     rest = size - bulk * largest

@@ -45,7 +45,7 @@ class Profile:
     """
 
     GPU = "GPU"
-    """The track of spans that the driver's events have timed; those of the CPU have their thread's number."""
+    """The track of spans that the driver's events have timed; spans of the CPU have their thread's number."""
 
     def __init__(self, title: str, watch: Callable[[Profile | None], None]) -> None:
         """`watch` starts reports to a profile, and ends them with None."""

@@ -1,6 +1,6 @@
-"""Nested arguments and results (format/pytree.py): takes calls apart into tensors, and builds what few models return: records
-instead of instances of the model's classes, and outputs whose sizes depend on data. A dataclass comes back as a `Record`, which is
-not iterable; an output of Hugging Face's as a `MappingRecord`."""
+"""Nested arguments and results (format/pytree.py): flattens calls into tensors, and builds results that few models have: records
+instead of instances of the model's classes, and outputs whose sizes depend on data. A dataclass is returned as a `Record`, which is
+not iterable, an output of Hugging Face's models as a `MappingRecord`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Names:
             by_name = order[self.positional :]
             most = f"at most {self.positional} inputs{' by position' if by_name else ''} ({self.needed})" if order else "no input"
             raise _refused(f"expected {most}, got {len(args)}", f"give {', '.join(by_name)} by name" if by_name else "")
-        if unknown := [name for name in kwargs if name not in self.trees]:  # first: they may be misspelt missing ones
+        if unknown := [name for name in kwargs if name not in self.trees]:  # first: a misspelt name would also be missing
             free = [name for name in order if name not in kwargs]
             names = " or ".join([f"{name!r}{did_you_mean(name, free)}" for name in unknown])
             raise _refused(f"no input is called {names}: the bundle takes {self.needed}")
@@ -153,7 +153,7 @@ class Record:
 
     __fields__: ClassVar[tuple[str, ...]] = ()
     __kind__: ClassVar[str] = "object"
-    __iter__: Any = None  # or Python would iterate over what __getitem__ gives for 0, 1, ...
+    __iter__: Any = None  # otherwise Python would iterate by __getitem__ with 0, 1, ...
     __hash__: Any = None
 
     @classmethod
@@ -164,7 +164,7 @@ class Record:
         return record
 
     def __getitem__(self, key: Any) -> Any:
-        """A field by name; by position, or a slice of positions, as in a tuple of all."""
+        """A field by its name or position, or a tuple of fields by a slice."""
         return vars(self)[key] if isinstance(key, str) else _values(self)[key]
 
     def __repr__(self) -> str:
@@ -233,13 +233,13 @@ class DataSizes:
         self._axes = {index: len(spec.shape) for index, spec in enumerate(entry.outputs)}
 
     def cut(self, outputs: Sequence[Any]) -> list[Any]:
-        """The flat outputs of a replay with those of `entry.data_sizes` cut; the counts stay behind them."""
+        """The flat outputs of a replay, cut to their true sizes; the counts stay at the end."""
         numbers = {place: self._number(outputs[place]) for place in self._counts}
-        taken: dict[int, list[slice]] = {}
+        ranges: dict[int, list[slice]] = {}
         for row in self._rows:
-            slices = taken.setdefault(row.output, [slice(None)] * self._axes[row.output])
+            slices = ranges.setdefault(row.output, [slice(None)] * self._axes[row.output])
             slices[row.axis] = slice(0, numbers[row.count])
-        return [_front(value, tuple(taken[index])) if index in taken else value for index, value in enumerate(outputs)]
+        return [_front(value, tuple(ranges[index])) if index in ranges else value for index, value in enumerate(outputs)]
 
     def _number(self, value: Any) -> int:
         value = value.tensor if type(value) is View else value

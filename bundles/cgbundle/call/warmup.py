@@ -1,6 +1,6 @@
-"""First calls read weights from disk, build deferred graphs, page in code, and start OpenMP's threads, which spin while one waits
-for a page. Warmup reads the weights first, then replays int_keys on the inputs of the self-test: made-up numbers might be invalid
-inputs."""
+"""First calls read weights from disk, build deferred graphs, page in code, and start OpenMP's threads, which spin while one of them
+waits for a page. Warmup reads the weights first, then replays int_keys on the inputs of the self-test: other inputs might be
+invalid."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def check_machine(target: Target) -> None:
 
 
 KEPT = 0.25
-"""Share of the process's memory up to which code with its own matrix products keeps a packed copy of the weights. The system can
-drop the mapped file."""
+"""Code with its own matrix products keeps a packed copy of weights up to this share of the process's memory. The system can evict
+the mapped file."""
 
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -71,10 +71,10 @@ class HostBundle:
         self.bundle, self.manifest = bundle, manifest
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
-        handed = any(alias.memory == "weights" for entry in manifest.entries for alias in entry.aliases)
-        self.weights = HostWeights(bundle.mapped(WEIGHTS, writable=handed))
-        known = not handed and not target.torch  # libtorch keeps none
-        self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
+        returned = any(alias.memory == "weights" for entry in manifest.entries for alias in entry.aliases)
+        self.weights = HostWeights(bundle.mapped(WEIGHTS, writable=returned))
+        packs = not returned and not target.torch  # libtorch keeps no packed copy
+        self.fixed = packs and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
         self.updating, self.updated = RLock(), False
         self.state = dict(manifest.memories).get(STATE, 0)
         self.initial = InitialState(bundle, manifest)
@@ -89,7 +89,7 @@ def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
     code = bundle.data(file)
     interface = libtorch.of_code(code, file, threads)
     if interface is None:
-        check_elf(code, file, SHARED_OBJECT)  # of a damaged one this says what is wrong
+        check_elf(code, file, SHARED_OBJECT)  # raises the error of a damaged file
         text = f"{file}: lacks the runtime functions that the manifest promises"
         raise MachineError("library-refused", text, "build the bundle again")
     return interface
@@ -97,13 +97,13 @@ def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
 
 class SharedLock(Lock):
     """Concurrent turns of a program's replays. `close` waits until none runs; later turns raise ProgramClosed. Each thread has its
-    own lock, for which only `close` waits, so that no interrupt can make a count wrong."""
+    own lock, for which only `close` waits: an interrupt could make a counter wrong."""
 
     __slots__ = ("_turns",)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._turns: dict[int, Turn] = {}  # by the number of a thread, which another one may have later
+        self._turns: dict[int, Turn] = {}  # by thread identifier, which a later thread may have too
 
     @property
     def turn(self) -> AbstractContextManager[None]:
@@ -202,7 +202,7 @@ class CpuBackend:
         return results
 
     def fast_path(self, program: int, caller: object) -> None:
-        """None: a call on the CPU takes a thousand times as long."""
+        """None: a call on the CPU takes a thousand times what it would save."""
 
     def copy(self, target: int, source: int, size: int, stream: object = None) -> None:
         ctypes.memmove(target, source, size)
@@ -249,7 +249,7 @@ class CpuBackend:
             bindings: list[tuple[CpuBackend, BoundPrograms]] = []
             try:
                 for session in sessions:
-                    if session._shared is not None:  # nor will it be closed before this is done: that takes `updating`
+                    if session._shared is not None:  # nor can it be closed before this is done: `close` needs `updating`
                         bindings.append((session, session._over(weights)))
                 ready()
             except BaseException:
@@ -298,8 +298,8 @@ class CpuBackend:
 
     def close(self) -> None:
         """Waits for running replays, then frees everything; weights and state live until nothing refers to them. An interrupted
-        close can be repeated. In a forked process it does not wait, and leaves running code alone. Memory of a call of this thread
-        is freed at its end."""
+        close can be repeated. In a forked process it does not wait, and leaves running code alone. Inside a call of this thread,
+        memory is freed at the call's end."""
         shared = self._shared
         if shared is None:
             return

@@ -31,7 +31,7 @@ POINTER_BYTES, STRIDE_BYTES = ctypes.sizeof(c_void_p), ctypes.sizeof(c_int64)
 
 CONSTANT_BYTES = 64  # AOTInductor rounds the bytes of constants up to a multiple (AOTI_CONST_ALIGNMENT)
 ASSERTS = "an assertion of the model failed"  # in the message of every assertion of the model, after its line
-API_CALL = " API call failed at "  # in an error's text if a function of torch's libraries failed, which have the cause
+API_CALL = " API call failed at "  # in an error's text if a function of torch's libraries failed; these have the cause
 NO_MEMORY = ("DefaultCPUAllocator", "std::bad_alloc")  # out of memory: from torch's allocator, from C++
 MODEL_PREFIX = "model."  # before names of the model's constants in the shared object
 INSTANCES = 4  # maximum number of concurrent replays of one region, a few KB each; others wait
@@ -76,7 +76,7 @@ def open_region(
     it. `fixed`: the weights will not change. Raises library-refused."""
     opened = HostRegion(bundle.data(region.file), torch, region.file, instances, bundle.manifest.target.torch)
     try:
-        opened.check_constants([(name, bundle.manifest.weights[index]) for name, index in region.constants])  # as it was built
+        opened.check_constants([(name, bundle.manifest.weights[index]) for name, index in region.constants])  # rows of the build
         constants = {}
         for name, index in region.constants:
             weight = weights[index]
@@ -148,7 +148,7 @@ class HostRegion:
 
     def check_constants(self, bound: Sequence[tuple[str, Weight]]) -> None:
         """Raises library-refused unless `bound` has each constant of the code once, with a weight of the same name and dtype that
-        fits into its storage. It is smaller if it was a part of a larger tensor."""
+        fits into its storage. A part of a larger tensor is smaller than its storage."""
         library, container, rows, names = self._library, self._container, dict(bound), self.constants()
         inner_names = {inner for inner, _ in names}
         if unlike := sorted(rows.keys() ^ inner_names):
@@ -213,7 +213,7 @@ class HostRegion:
             place += POINTER_BYTES
         FORKS.threads = True
         if self._run(self._container, inputs, len(addresses), outputs, len(outputs), None, None):
-            message = self._last_error()  # of torch's code, because of input values or of missing memory
+            message = self._last_error()  # caused by input values, or by missing memory
             if ASSERTS in message:
                 raise CallError("assertion-failed", message.removeprefix("Expected "))
             if any(text in message for text in NO_MEMORY):
@@ -231,7 +231,7 @@ class HostRegion:
 
     def _last_error(self) -> str:
         text = c_char_p()
-        last = getattr(self._library, "AOTInductorGetLastError", None)  # of torch 2.13, else of silent_errors.h
+        last = getattr(self._library, "AOTInductorGetLastError", None)  # from torch 2.13, else from silent_errors.h
         if last is not None:
             last.argtypes, last.restype = (POINTER(c_char_p),), c_int32
             last(byref(text))
@@ -267,20 +267,20 @@ class RegionOutputs:
 
     def __init__(self, torch: LibTorch, count: int, free: deque[RegionOutputs] | None = None) -> None:
         self._torch, self._free, self.handles = torch, free, handles_type(count)()
-        self._pending: list[int | None] = []  # handles to be freed, on top of a 0
+        self._pending: list[int | None] = []  # handles to be freed, after a 0 that ends them
         self.addresses: Sequence[int] = ()
         rest = chain.from_iterable(map(ALL, (self.handles, self._pending)))
         when_gone(self, map(torch.delete, filter(None, rest)))
 
     def transfer_ownership(self, index: int) -> RegionOutputs:
-        """Moves one tensor to an object of its own."""
+        """Moves one tensor to a new object."""
         kept = RegionOutputs(self._torch, 1)
         kept.handles[0], self.handles[index] = self.handles[index], None
         return kept
 
     def release(self) -> None:
         pending, handles = self._pending, self.handles
-        pending[:], handles[:] = [0, *handles[:]], [None] * len(handles)  # at once: nothing is called
+        pending[:], handles[:] = [0, *handles[:]], [None] * len(handles)  # no function call, so no interrupt comes between
         make_calls(map(self._torch.delete, filter(None, iter(pending.pop, 0))))
         if self._free is not None:
             self._free.append(self)

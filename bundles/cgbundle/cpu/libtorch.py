@@ -78,7 +78,7 @@ SPIN_COUNT = "GOMP_SPINCOUNT"
 SETTINGS = frozenset({SPIN_COUNT, "OMP_WAIT_POLICY"})  # a user's settings of how threads wait
 SPINS = 1000
 """Polls of an OpenMP thread before it sleeps: some tens of microseconds. The default is milliseconds; on two busy cores threads
-then wait for one that is not scheduled: MiniLM at 1x32 took 700 ms a call, now 14 (functions of its own, load 3 to 5;
+then poll for one that is not scheduled: MiniLM at 1x32 took 700 ms a call, now 14 (without libtorch, load 3 to 5;
 cgcompile/targets/cpu/README.md)."""
 
 BUILT_WITH = "cgbundle_built_with"
@@ -103,7 +103,7 @@ def of_code(data: bytes, where: str, threads: int | None = None) -> LibTorch | N
 
 
 def built_with(library: ctypes.CDLL) -> str:
-    """The version of torch that such code was built with, else ""."""
+    """The version of torch that code with `BUILT_WITH` has, else ""."""
     version = getattr(library, BUILT_WITH, None)
     if version is None:
         return ""
@@ -112,7 +112,7 @@ def built_with(library: ctypes.CDLL) -> str:
 
 
 def _loaded(path: str) -> ctypes.CDLL:
-    """Loads a library globally; OpenMP reads its settings now."""
+    """Loads a library with global symbols; OpenMP reads its settings now."""
     if not SETTINGS.isdisjoint(os.environ):
         return ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
     os.environ[SPIN_COUNT] = str(SPINS)
@@ -148,7 +148,7 @@ class LibTorch:
             raise MachineError("library-refused", f"this torch has no dtype {name}") from None
 
     def last_exception(self) -> str:
-        """The last exception of torch's libraries in this thread, or "" (before 2.13; code with its own)."""
+        """The last exception of torch's libraries in this thread; "" before 2.13, and without libtorch."""
         what = getattr(self._library, "torch_exception_get_what_without_backtrace", None)
         if what is None:
             return ""
@@ -168,14 +168,14 @@ class LibTorch:
         return dtype.value, columns[0], columns[1]
 
 
-# --- shared objects by what they hold -------------------------------------------------------------------------------
+# --- shared objects by their contents -------------------------------------------------------------------------------
 #
-# The dynamic loader takes a path, or a file, that it knows for the object that it has loaded from there.  A bundle that was built
-# again in its place would run the code of the one before.  So the bytes that were checked go into memory of their own, which no one
-# else can write to or cut, and are loaded from there; equal bytes once in a process.
+# The dynamic loader does not load a path or a file again that it has loaded before.  If a bundle was built again at its path, the
+# code of the earlier one would run.  So the checked bytes are copied to sealed memory, which nobody can change or truncate, and are
+# loaded from there.  Equal bytes are loaded once in a process.
 
 _LOADED: dict[str, ctypes.CDLL] = {}  # loaded libraries by SHA-256, never unloaded: that is not safe for C++ code
-_LOADING = RLock()  # the handler of a signal may load a bundle in the middle of a load
+_LOADING = RLock()  # reentrant: a signal handler may load a bundle during a load
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 

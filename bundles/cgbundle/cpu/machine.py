@@ -1,5 +1,5 @@
 """The processor's instructions, threads and memory for CPU code. OpenMP ignores quotas of containers (`docker --cpus`,
-`limits.cpu`), and would start a thread for each of the host's processors; these use up the quota waiting for each other. Source:
+`limits.cpu`), and would start a thread for each of the host's processors; waiting for each other, these use up the quota. Source:
 Linux, CFS bandwidth control; cpu.max and memory.max of cgroup v2, cpu.cfs_quota_us and memory.limit_in_bytes of v1."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MachineError
 
 if TYPE_CHECKING:
-    import ctypes  # which few of these need
+    import ctypes  # few functions need it
 
 HINT = "build the bundle on this kind of machine, or for a level of processors: --target x86-64-v3 (all with AVX2), armv8-a"
 """For a bundle of the cpu target."""
@@ -20,8 +20,8 @@ BY_NAME_ALONE = frozenset((
     "rdrand", "rdseed", "rdpid", "clflushopt", "clwb", "cldemote", "fsgsbase", "pku", "xsave", "xsaveopt", "xsavec", "xsaves",
     "wbnoinvd",
 ))  # fmt: skip
-"""Instructions that compilers use only if the source names them, which a model's never does. Bundles list all features of their
-compiler's target."""
+"""Instructions that compilers use only if the source names them, which the code of a model never does. Bundles list all features of
+their compiler's target."""
 
 SVE_LENGTH = 51
 """PR_SVE_GET_VL (include/uapi/linux/prctl.h): aarch64's vector length in bytes in the low 16 bits."""
@@ -39,14 +39,14 @@ def processor_name() -> str:
 
 
 def processor_flags() -> frozenset[str]:
-    """The flags of the first processor in /proc/cpuinfo, or none; and `sve256` for 256-bit SVE: code may be compiled for one vector
+    """Flags of the first processor in /proc/cpuinfo, or none; with `sve256` for 256-bit SVE, because code may need one vector
     length."""
     flags = frozenset(_first("flags", "Features").split())
     return flags | {f"sve{8 * _vector_bytes()}"} if "sve" in flags else flags
 
 
 def _vector_bytes() -> int:
-    import ctypes  # aarch64 alone comes here
+    import ctypes  # needed on aarch64 only
 
     return max(0, int(ctypes.CDLL(None).prctl(SVE_LENGTH, 0, 0, 0, 0))) & 0xFFFF
 
@@ -70,7 +70,7 @@ def threads_of_quota(root: str = "/") -> int | None:
     environment has a number."""
     if NUMBER in os.environ:
         return None
-    shares = []  # processors' worth of time
+    shares = []  # in processors, which may be fractions
     for folder, old in _groups(root, "cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
         quota, period, *_ = [*" ".join([_read(os.path.join(folder, name)) for name in names]).split(), "", ""]
@@ -95,8 +95,8 @@ def free_memory(root: str = "/") -> int:
 
 
 def _groups(root: str, kind: str) -> Iterator[tuple[str, bool]]:
-    """The folders of the process's control groups and their parents, and whether they are version 1. A container sees its own as
-    the root."""
+    """(folder, whether it is version 1) of the process's control groups and their parents. A container sees its group as the
+    root."""
     for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
         _, kinds, group = line.split(":", 2)
         if kinds and kind not in kinds.split(","):
@@ -127,10 +127,10 @@ def check_number(threads: object) -> None:
 
 
 def with_threads(run: Callable[..., int], library: ctypes.CDLL, threads: int) -> Callable[..., int]:
-    """Runs with a number of threads, of OpenMP and of MKL (torch's matrix products); `library` is torch's. Raises library-refused.
+    """`run` with `threads` threads of OpenMP and of MKL (torch's matrix products); `library` is torch's. Raises library-refused.
     Both numbers belong to the calling thread (OpenMP 5.2, nthreads-var; MKL_Set_Num_Threads_Local): each run sets and restores
-    them. torch would overwrite OpenMP's at its first use in a thread, so that is triggered before. Private of torch (2.11, 2.13):
-    the C++ symbol of `at::get_num_threads()`."""
+    them. torch overwrites OpenMP's number at its first use in a thread, so each run begins with this use. Private in torch (2.11,
+    2.13): the C++ symbol of `at::get_num_threads()`."""
     try:
         first_use, get_openmp, set_openmp = library[_FIRST_USE], library["omp_get_max_threads"], library["omp_set_num_threads"]
     except AttributeError as error:
@@ -139,7 +139,7 @@ def with_threads(run: Callable[..., int], library: ctypes.CDLL, threads: int) ->
 
     def threaded(*arguments: Any) -> int:
         first_use()
-        before, mkl_before = get_openmp(), 0  # MKL's own number, where an interrupt comes before it is known
+        before, mkl_before = get_openmp(), 0  # 0 restores MKL's default, if an interrupt comes before its number is known
         try:
             mkl_before = set_mkl(threads)
             set_openmp(threads)

@@ -1,5 +1,5 @@
-"""Work in another thread beside a load or calls: creating a GPU's context takes 0.2 s, as long as the rest of a load, and graphs of
-further int_keys are built while a program answers already."""
+"""Work in another thread during a load or calls. Creating a GPU's context takes 0.2 s, as long as the rest of a load. Graphs of
+further int_keys are built while a program already answers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class ContextFuture:
-    """The context that `make` returns, started at once; None makes nothing. Uses `_thread`, because `threading` takes half as long
-    to import as everything before it. `make` must not import: `threading` takes the thread that imports it first for the main
-    one."""
+    """The context that `make` returns, started at once; without `make` None. Uses `_thread`, because importing `threading` takes
+    half as long as everything before it. `make` must not import: the first thread that imports `threading` becomes its main
+    thread."""
 
     def __init__(self, make: Callable[[], Any] | None) -> None:
         self._context: Any = None
@@ -42,7 +42,7 @@ class ContextFuture:
             self._context = None
 
     def _join(self) -> None:
-        with self._running:  # which the other thread holds until it is done
+        with self._running:  # the other thread holds it until it is done
             return
 
     def _run(self, make: Callable[[], Any]) -> None:
@@ -62,8 +62,8 @@ PAUSE = 1e-3  # seconds between steps, so that callers get the interpreter's loc
 
 
 class Background:
-    """Runs the steps of an iterator in another thread. An error ends them: callers who need the result will meet it too. `stop` and
-    the end of the process wait for the thread."""
+    """Runs the steps of an iterator in another thread. An error ends them: a call that needs the result will raise it again. `stop`
+    and the end of the process wait for the thread."""
 
     def __init__(self, steps: Iterator[None]) -> None:
         import threading  # few programs have so many graphs

@@ -68,10 +68,9 @@ def driver_version() -> int:
 
 class Context:
     """A share in the primary context of one GPU, which torch, CuPy and others use too. `with context:` makes it current and
-    restores the previous one. `stream` is a non-blocking stream; `lend` returns a further one, until it is given `back`. `retain`
-    takes another share. The last release releases the driver's own count, and with it everything in the context unless another
-    library uses it. In a forked process an older context is `inherited` and releases nothing. Raises wrong-machine, driver-failed,
-    process-forked."""
+    restores the previous one. `stream` is a non-blocking stream; `lend` returns another one, and `back` takes it back. `retain`
+    adds a share. The last `release` releases the primary context, which frees everything in it unless another library uses it. In a
+    forked process an older context is `inherited` and releases nothing. Raises wrong-machine, driver-failed, process-forked."""
 
     __slots__ = ("_forks", "_lock", "_shares", "_spare", "_streams", "device", "handle", "index", "stream")
 
@@ -86,7 +85,7 @@ class Context:
         self.device = call("cuDeviceGet", index)
         self.handle = call("cuDevicePrimaryCtxRetain", self.device)
         self._shares = 1
-        self._lock = _thread.RLock()  # an Output may be collected, and release its share, at any point of this thread
+        self._lock = _thread.RLock()  # reentrant: an Output may be collected, and release its share, at any point of this thread
         self._streams: list[Any] = []
         self._spare: list[Any] = []
         try:
@@ -116,7 +115,7 @@ class Context:
             self._shares -= 1
             last = self._shares == 0
         if last:
-            from contextlib import ExitStack  # a context is made before it is imported
+            from contextlib import ExitStack  # a context is created before it is imported
 
             try:
                 with self, ExitStack() as closing:

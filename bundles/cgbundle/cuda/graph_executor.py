@@ -1,6 +1,6 @@
-"""A table as one CUDA graph: one driver call per run. Conditional nodes are the driver's own. Output copy nodes come after all
-others, and each launch patches their destinations: 1.6 us of CPU time instead of 6 for a separate copy (tests/gpu/REPORT.md). They
-are disabled for launches without destinations."""
+"""A table as one CUDA graph, launched by one driver call. Branches and loops are the driver's conditional nodes. Nodes that copy
+outputs come after all others, and a launch sets their destinations: 1.6 us of CPU time instead of 6 for a separate copy
+(tests/gpu/REPORT.md). Launches without destinations disable them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .libcuda import (
 from .modules import Modules
 from .structures import ConditionalNodeParams, EdgeData, KernelNodeParams, Memcpy3D, MemsetNodeParams
 
-PRIORITY = 8  # a launch attribute with an effect beyond its value
+PRIORITY = 8  # a launch attribute that needs a flag at instantiation
 READERS = 6
-"""Limit of kernels whose parameters are set instead of copying an input: 0.8 us each against 6 (tests/gpu/REPORT.md)."""
+"""Maximum number of kernels whose parameters are set instead of copying an input: 0.8 us each, not 6 (tests/gpu/REPORT.md)."""
 
-COPIES = 8  # limit of outputs that are copied by nodes; with more outputs none is
+COPIES = 8  # maximum number of outputs that nodes copy; with more outputs, there are no such nodes
 
 
 class GraphExecutor:
@@ -50,8 +50,8 @@ class GraphExecutor:
         self._context, self._build = context.handle, build if table.counts["conditionals"] else None
         self._nodes: list[Any] = []  # the output copy nodes, and their parameters
         self._params: list[Memcpy3D] = []
-        self._copying: bool | None = False  # whether launches copy outputs, None where a switch failed
-        self._graph = call("cuGraphCreate", 0)  # the executable one has copies of all; this is for `join`
+        self._copying: bool | None = False  # whether the copy nodes are enabled, None after a failed switch
+        self._graph = call("cuGraphCreate", 0)  # kept for `join`: the executable graph has copies of all nodes
         try:
             nodes = build.into(self._graph)
             if len(outputs) <= COPIES and self._build is None:
@@ -83,7 +83,7 @@ class GraphExecutor:
         def launch(targets: Sequence[int], stream: Any) -> bool:
             if self._copying is not True:
                 self._switch(True)
-            for (params, node), target in zip(nodes, targets):  # noqa: B905  as many: checked at every call it costs 0.1 us
+            for (params, node), target in zip(nodes, targets):  # noqa: B905  equal lengths: a check costs 0.1 us per call
                 params.dstDevice = target
                 error = cu.cuGraphExecMemcpyNodeSetParams(executable, node, params, context)
                 if error:
@@ -148,7 +148,7 @@ class GraphExecutor:
         return clone
 
     def _switch(self, on: bool) -> None:
-        self._copying = None  # where one of the nodes fails
+        self._copying = None  # in case a node fails
         for node in self._nodes:
             error = cu.cuGraphNodeSetEnabled(self._exec, node, on)
             if error:
@@ -166,7 +166,7 @@ class _Build:
     def into(self, graph: Any) -> list[Any]:
         """Adds everything to a graph; returns all nodes, with those of bodies."""
         table, nodes = self._table, list[Any]()
-        graphs = [graph]  # and the bodies: a body's graph is made with the conditional node, which stands in an earlier one
+        graphs = [graph]  # and those of bodies, which the driver creates with the conditional node in an earlier graph
         for number, (begin, end) in enumerate(self._spans):
             if number == len(graphs):
                 raise invalid(f"{table.where}: bodies", f"body {number - 1} belongs to no node before it")
@@ -183,7 +183,7 @@ class _Build:
         return nodes
 
     def readers(self, nodes: Sequence[Any], executable: Any) -> list[Reader]:
-        """Readers of the executable graph; none if a copy or a body uses inputs, or there are too many."""
+        """Readers of the executable graph; none if a copy uses inputs, with conditional nodes, or for too many kernels."""
         table, launches = self._table, self._launches
         if table.counts["conditionals"] or INPUTS in table.memcpy_memory.tolist():
             return []
@@ -193,7 +193,7 @@ class _Build:
         if len(reading) > READERS:
             return []
         positions = [position for position, (kind, _) in enumerate(self._rows) if kind == KERNEL]
-        params = [_kernel_params(table, launches)(row) for row in reading]  # an object for each
+        params = [_kernel_params(table, launches)(row) for row in reading]  # a parameter object for each
         return [
             Reader(table, row, launches, filled, _setter(executable, nodes[positions[row]]))
             for row, filled in zip(reading, params, strict=True)
@@ -272,7 +272,7 @@ def _setter(executable: Any, node: Any) -> Callable[[KernelNodeParams], None]:
 
 
 def _kernel_params(table: Table, launches: Launches) -> Callable[[int], Any]:
-    """Fills one parameter object for each kernel: the driver copies it."""
+    """A function that fills one parameter object for every kernel: the driver copies it."""
     params = KernelNodeParams()
     grids = list(zip(table.grid_x, table.grid_y, table.grid_z, strict=True))
     threads = list(zip(table.threads_x, table.threads_y, table.threads_z, strict=True))

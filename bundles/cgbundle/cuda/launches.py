@@ -42,7 +42,7 @@ class Launches:
             self._pointers.extend([start + offset + param for param in layouts[function]])
         first = self._pointers.buffer_info()[0]
         self.params = [first + count for count in counts]
-        self.functions: list[Any] = []  # the last: the driver loads nothing while it pins memory for the weights
+        self.functions: list[Any] = []  # loaded last: the driver loads nothing while it pins memory for the weights
         for row, (image, symbol) in enumerate(zip(table.images, table.symbols, strict=True)):
             params = list(zip(layouts[row], table.param_size[slice(*table.param_bounds[row : row + 2])], strict=True))
             span = slice(*table.function_attribute_bounds[row : row + 2])
@@ -67,7 +67,7 @@ class Reader:
     __slots__ = ("_block", "_pointers", "set", "words")
 
     def __init__(self, table: Table, row: int, launches: Launches, params: KernelNodeParams, set: Callable[[Any], None]) -> None:
-        """`params`: the kernel's pointers, which will point into this object."""
+        """`params`: the node's parameters, whose pointers will point into this object."""
         self._block = (ctypes.c_ubyte * max(1, table.block_size[row])).from_buffer_copy(launches.block(row).ljust(1, b"\0"))
         start, function = ctypes.addressof(self._block), table.function[row]
         offsets = table.param_offset[slice(*table.param_bounds[function : function + 2])]

@@ -1,7 +1,7 @@
-"""Bindings of the CUDA driver's functions in libcuda.so.1; structures.py has the structures. An own binding, because importing
-cuda-bindings takes 0.1 s. Layouts, types and numbers are those of cuda.h; symbols have versions, whose meaning does not change, and
-are looked up on first use. `Driver` has the functions by cuda.h's names: those without an answer return their error (0 for
-success), others a tuple of the error and the answers. Handles and addresses are integers; calls release the interpreter's lock."""
+"""Bindings of the CUDA driver's functions in libcuda.so.1; structures.py has the structures. The package cuda-bindings is not used:
+its import takes 0.1 s. Layouts, types and numbers are those of cuda.h; symbols with a version never change, and are looked up on
+first use. `Driver` has the functions by cuda.h's names: those without results return their error (0 for success), others a tuple of
+the error and the results. Handles and addresses are integers; calls release the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Address = ctypes.c_uint64  # receives a handle or an address: unlike a pointer,
 
 
 class _Out:
-    """A parameter that points to an answer."""
+    """A parameter that points to a result."""
 
     def __init__(self, kind: type[Any]) -> None:
         self.kind = kind
@@ -142,7 +142,7 @@ def answers(name: str) -> bool:
 
 
 class Driver:
-    """The driver's functions. Raises OSError at the first call without the library, driver-too-old for a missing function."""
+    """The driver's functions. The first call raises OSError without the library; a missing function raises driver-too-old."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS:
@@ -150,7 +150,7 @@ class Driver:
         symbol, parameters = FUNCTIONS[name]
         function = self._function(symbol, parameters)
         call = _answering(function, parameters) if answers(name) else function
-        setattr(self, name, call)  # from now on an attribute like any other
+        setattr(self, name, call)  # later accesses do not call `__getattr__`
         return call
 
     def _function(self, symbol: str, parameters: Sequence[Any]) -> Any:
@@ -166,7 +166,7 @@ class Driver:
         return function
 
     def held(self, name: str) -> Callable[..., int]:
-        """A function without answers that keeps the interpreter's lock, for calls that return at once."""
+        """A function without results that keeps the interpreter's lock, for calls that return at once."""
         symbol, parameters = FUNCTIONS[name]
         function = ctypes.PyDLL(LIBRARY)[symbol]
         function.argtypes = list(parameters)
@@ -221,14 +221,14 @@ class Driver:
 
 def _declared(kind: Any) -> Any:
     if isinstance(kind, str):
-        from . import structures  # none is passed before there is a context
+        from . import structures  # not needed before there is a context
 
         return POINTER(getattr(structures, kind))
     return _Pointer if isinstance(kind, _Out) else kind
 
 
 def _opened() -> ctypes.CDLL:
-    ctypes.CDLL(None).dlopen(LIBRARY.encode(), _RTLD_NOW)  # without the interpreter's lock, which CDLL holds
+    ctypes.CDLL(None).dlopen(LIBRARY.encode(), _RTLD_NOW)  # releases the interpreter's lock, which CDLL(...) keeps
     return ctypes.CDLL(LIBRARY)
 
 
@@ -237,7 +237,7 @@ def _handles(values: Sequence[int]) -> ctypes.Array[Any]:
 
 
 def _answering(function: Any, parameters: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
-    """`function` without its output parameters; returns the error and the answers."""
+    """`function` without its output parameters; returns the error and the results."""
     kinds: list[Any] = [parameter.kind if isinstance(parameter, _Out) else None for parameter in parameters]
 
     def call(*arguments: Any) -> tuple[Any, ...]:

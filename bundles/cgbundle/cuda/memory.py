@@ -128,11 +128,11 @@ class Output:
         finally:
             context.release()
 
-    # While the interpreter ends, modules' names are None; the driver frees what a process held.
+    # At interpreter exit, module globals are None; the driver frees the memory of the process.
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if ending():
             return
-        with suppress(CgbundleError):  # after a fault of a kernel, which was reported where it happened
+        with suppress(CgbundleError):  # after a kernel fault, which another call has reported
             self.free()
 
 
@@ -160,13 +160,13 @@ def staging(size: int, cleanup: ExitStack, *, pages: bool) -> memoryview:
 def huge_pages(size: int) -> mmap:
     """Memory that is allocated on first use, in huge pages if possible."""
     memory = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    with suppress(OSError):  # a system that knows none
+    with suppress(OSError):  # a system without huge pages
         memory.madvise(MADV_HUGEPAGE)
     return memory
 
 
 def pin(memory: memoryview, cleanup: ExitStack) -> None:
-    """Memory that cannot be pinned is used as it is, more slowly."""
+    """Pins memory. If that fails, copies are slower."""
     if not cu.cuMemHostRegister(address := _host_address(memory), len(memory), 0):
         cleanup.callback(cu.cuMemHostUnregister, address)
 

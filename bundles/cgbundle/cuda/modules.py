@@ -17,7 +17,7 @@ from .driver import call, cu
 if TYPE_CHECKING:
     from ..tables.module_state import ModuleState
 
-GROWING = (8, 14)  # function attributes whose largest value serves all: dynamic shared memory, non-portable cluster size
+GROWING = (8, 14)  # function attributes whose largest value fits all: dynamic shared memory, non-portable cluster size
 
 
 class Addresses(Protocol):
@@ -25,9 +25,9 @@ class Addresses(Protocol):
 
 
 class Modules:
-    """A bundle's images by SHA-256, loaded on first use; those with `states` (variables that kernels may write) now, with
-    `memories` for their pointers. Functions of other images come from `common`, if given. Raises file-damaged, table-invalid,
-    driver-failed, OutOfMemory."""
+    """A bundle's images by SHA-256, loaded on first use. `states`: variables that kernels may write, with `memories` for their
+    pointers. Functions of images without states come from `common`, if given. Raises file-damaged, table-invalid, driver-failed,
+    OutOfMemory."""
 
     __slots__ = ("_bundle", "_common", "_functions", "_memories", "_modules", "_settings", "_states")
 
@@ -77,9 +77,9 @@ class Modules:
     def _module(self, image: str) -> Any:
         module = self._modules.get(image)
         if module is None:
-            # As bytes: the interpreter ends them with the zero byte that PTX needs and a cubin does not mind.
+            # As bytes: the interpreter adds a zero byte, which PTX needs and a cubin ignores.
             data = self._bundle.data(f"{KERNELS}{image}")
-            if not data.isascii():  # as PTX is, which tests bring
+            if not data.isascii():  # PTX is ASCII, and only tests use it
                 check_elf(data, f"{KERNELS}{image}")
             module = call("cuModuleLoadData", data, detail=f"kernels/{image}")
             with ExitStack() as undo:
@@ -116,11 +116,11 @@ def states(bundle: Archive) -> tuple[ModuleState, ...]:
 
 
 def _check_params(function: Any, image: str, symbol: str, params: Sequence[tuple[int, int]]) -> None:
-    """The driver reads the image's parameters: with fewer in the table it would read out of bounds."""
-    taken: list[tuple[int, int]] = []
-    while not (answer := cu.cuFuncGetParamInfo(function, len(taken)))[0]:
-        taken.append((int(answer[1]), int(answer[2])))
-    if taken != list(params):
+    """Raises table-invalid for other parameters than the image's: with fewer, the driver would read out of bounds."""
+    actual: list[tuple[int, int]] = []
+    while not (answer := cu.cuFuncGetParamInfo(function, len(actual)))[0]:
+        actual.append((int(answer[1]), int(answer[2])))
+    if actual != list(params):
         raise BundleError(
-            "table-invalid", f"{symbol} of {image[:16]}...: the image takes parameters {taken}, the table says {list(params)}"
+            "table-invalid", f"{symbol} of {image[:16]}...: the image takes parameters {actual}, the table says {list(params)}"
         )

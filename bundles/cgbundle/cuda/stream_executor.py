@@ -57,7 +57,7 @@ class StreamExecutor:
             step(stream)
 
     def copying(self) -> None:
-        """None: only graphs have it."""
+        """None: only graphs copy outputs."""
 
     def join(self, stream: Any) -> None:
         """Launches into a capture. Raises capture-refused for conditions."""
@@ -87,7 +87,7 @@ def _condition_step(table: Table, row: int, bases: Sequence[int], conditions: li
 
 
 def _conditional_step(bodies: Sequence[list[Step]], kind: int, conditions: list[int], number: int) -> Step:
-    """The steps of each body are inserted later."""
+    """`bodies` are filled later."""
 
     def step(stream: Any) -> None:
         chosen = int(not conditions[number]) if kind == IF else conditions[number]

@@ -1,6 +1,6 @@
 """Orders calls on different streams that share one arena, and calls inside a caller's capture. A captured stream must not wait for
-an outside event (CUDA_ERROR_STREAM_CAPTURE_ISOLATION), and waiting for an inside event joins the capture: captured calls, which the
-caller launches later, are not ordered."""
+an outside event (CUDA_ERROR_STREAM_CAPTURE_ISOLATION), and waiting for an inside event joins the capture. So captured calls, which
+the caller launches later, are not ordered."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NONE = -1  # no stream's handle
 
 
 class StreamOrder:
-    """Orders the work of each `begin` ... `end` after the previous one. The end is marked with an event when another stream comes,
-    if the last stream surely exists then (ours, or the legacy default stream), else at every `end`. After an interrupted `end` it
-    waits for the whole GPU. `last`: the previous call's lasting stream, on which calls need neither `begin` nor `end`. `captured`:
-    the latest call is part of a capture. `default`: the stream of callers without one. `refusal`: why no call can be captured, or
-    "". Needs the current context; `cleanup` destroys the event."""
+    """Orders the work between `begin` and `end` after the previous work, by an event. On streams that are never destroyed (ours,
+    the legacy default stream) it is recorded when the stream changes, on others at every `end`. After an interrupted `end`, the
+    next call waits for the whole GPU. `last`: the previous stream if it is never destroyed; calls on it need no `begin` or `end`.
+    `captured`: the latest call is part of a capture. `default`: the stream of callers without one. `refusal`: why no call can be
+    captured, or "". Needs the current context; `cleanup` destroys the event."""
 
     __slots__ = ("_default_key", "_done", "_handle", "_lasting", "_passing", "_refusal", "_unmarked", "captured", "default", "last")
 
@@ -30,9 +30,9 @@ class StreamOrder:
         cleanup.callback(call, "cuEventDestroy", self._done)
         self.default, self._refusal = stream, refusal
         self._default_key = int(stream)
-        self.last, self._passing, self._lasting = self._default_key, NONE, True  # a stream that lasts, or may go; one of them
+        self.last, self._passing, self._lasting = self._default_key, NONE, True  # `last` if it is never destroyed, else `_passing`
         self._handle = stream
-        self._unmarked = False  # work of a stream that may go has begun
+        self._unmarked = False  # work has begun on a stream that may be destroyed
         self.captured = False
 
     def begin(self, stream: int | None) -> Any:
@@ -56,7 +56,7 @@ class StreamOrder:
             self._unmarked = False
 
     def wait(self) -> None:
-        """Waits for the work before the last `end`, ignoring errors, which show elsewhere."""
+        """Waits for the work before the last `end`. Ignores errors, which other calls report."""
         if self._unmarked:
             cu.cuCtxSynchronize()
         if self._lasting:
@@ -73,7 +73,7 @@ class StreamOrder:
             if self._refusal:
                 raise CallError("capture-refused", self._refusal, "call it outside the capture")
             self.captured = True
-            self.last = self._passing = NONE  # whoever comes next is asked
+            self.last = self._passing = NONE  # the next call checks its stream
             return handle
         self.captured = False
         if self._unmarked:

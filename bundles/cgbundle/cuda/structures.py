@@ -10,7 +10,7 @@ _Address = ctypes.c_uint64
 
 
 class IpcMemHandle(ctypes.Structure):
-    """CUipcMemHandle: how another process finds an allocation."""
+    """CUipcMemHandle: identifies an allocation for other processes."""
 
     _fields_ = (("reserved", ctypes.c_byte * 64),)
 

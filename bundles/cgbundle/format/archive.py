@@ -22,14 +22,14 @@ class Archive:
     bundle-missing, not-a-bundle; manifest-invalid for a manifest above the size limit."""
 
     def __init__(self, path: str, *, copy_weights: bool = False, outer: Archive | None = None) -> None:
-        """`outer`: the bundle of rank 0, if this is another rank's. Kernel images that it has are read there."""
+        """`outer`: the bundle of rank 0, if this is another rank's. Kernel images that both have are read from it."""
         self.path, self._copy_weights, self._outer = path, copy_weights, outer
         self._variant = 0
         self._folders: dict[str, int] = {}
         self._files: dict[str, int] = {}
         self._contents: dict[str, bytes] = {}
         self._changed: dict[str, int] = {}
-        self._reading = threading.RLock()  # a bundle that is loaded on several devices is read by a thread for each
+        self._reading = threading.RLock()  # for a bundle on several devices, a thread per device reads it
         self._variants: manifest_json.Variants | None = None
         self._manifest: Manifest | None = None
         when_gone(self, map(os.close, chain.from_iterable(map(dict.values, (self._files, self._folders)))))
@@ -54,7 +54,7 @@ class Archive:
             self._variant, self._manifest = variant, None
 
     def reopen(self) -> None:
-        """Opens again what is at the path now. Raises as the constructor."""
+        """Opens the bundle that is at the path now. Raises as the constructor."""
         self.close()
         self._contents.clear()
         self._variant, self._variants, self._manifest = 0, None, None
@@ -85,7 +85,7 @@ class Archive:
                 raise BundleError("file-damaged", f"{file.path}: {size} bytes, expected {file.bytes}")
 
     def check_hash(self, file: File) -> None:
-        """Raises file-damaged for another SHA-256 than the manifest's. Keeps the contents of files that are used as a whole."""
+        """Raises file-damaged for a wrong SHA-256. Keeps the contents of tables, kernel images and host code."""
         if file.path.startswith((GRAPHS, KERNELS, HOST)):
             self._contents[file.path] = self.contents(file)
         else:
@@ -155,7 +155,7 @@ class Archive:
             os.close(self._files.pop(name))
 
     def kept(self, name: str) -> KeptFile:
-        """The open file, for use after this is closed."""
+        """The open file again, for use after `close`."""
         return KeptFile(self.descriptor(name))
 
     def check_unchanged(self) -> None:

@@ -94,7 +94,7 @@ def missing_entry(name: str, entries: Collection[str]) -> EntryMissing:
 
 
 def missing_attribute(owner: object, name: str, entries: Collection[str]) -> AttributeError:
-    """The error for an attribute of an object whose entries are attributes."""
+    """The error for an unknown attribute of an object that has entries as attributes."""
     problem = f"no attribute {name!r}{did_you_mean(name, entries)}, and the bundle no entry but {', '.join(entries)}"
     return AttributeError(f"{type(owner).__name__!r} object has {problem}")
 
@@ -122,9 +122,9 @@ def donating_programs(manifest: Manifest) -> Iterator[tuple[Donation, int, int]]
         first += len(entry.programs)
     for donation in manifest.donations:
         (begin, source), (start, target) = numbers[donation.source], numbers[donation.target]
-        takers: dict[object, list[int]] = {}
+        readers: dict[object, list[int]] = {}
         for number, program in enumerate(target.programs, start):
-            takers.setdefault(layout(program.values[program.inputs[donation.input]]), []).append(number)
+            readers.setdefault(layout(program.values[program.inputs[donation.input]]), []).append(number)
         for number, program in enumerate(source.programs, begin):
-            for taker in takers.get(layout(program.values[program.outputs[donation.output]]), ()):
-                yield donation, number, taker
+            for reader in readers.get(layout(program.values[program.outputs[donation.output]]), ()):
+                yield donation, number, reader

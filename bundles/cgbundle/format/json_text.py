@@ -1,5 +1,5 @@
-"""Untrusted JSON: size, number of values and depth are checked on the bytes, because the standard parser needs 25 bytes of objects
-for one byte of text, and recursion without limit. Also the numbers, names and texts of a manifest, and their errors."""
+"""Reads untrusted JSON. Size, number of values and depth are checked on the bytes first: the standard parser recurses without
+limit, and needs up to 25 bytes for a byte of text. Also checks the numbers, names and texts of a manifest."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _OTHERS = bytes(set(range(256)) - set(_KEPT))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 DIGITS = 4300
-"""Python refuses to read longer integers, which takes quadratic time, unless a program has switched that off."""
+"""Python reads no longer integers, because that takes quadratic time; programs can switch this limit off."""
 
 
 def parse(data: bytes) -> Any:
-    """Parses UTF-8 JSON with finite numbers and distinct names in each object: readers differ in which of two they take. Raises
+    """Parses UTF-8 JSON with finite numbers and distinct names in each object: readers treat duplicates differently. Raises
     ValueError with a one-line message for any other text, or one above the limits."""
     if len(data) > limits.JSON_BYTES:
         raise ValueError(f"more than the limit of {limits.JSON_BYTES} bytes")
@@ -59,13 +59,12 @@ def parse(data: bytes) -> Any:
     except RecursionError:
         raise ValueError("the caller's stack leaves too little room to read it") from None
     except ValueError as error:
-        long = str(error).startswith("Exceeds")  # what follows is advice for the programmer
+        long = str(error).startswith("Exceeds")  # the rest of Python's message is advice for programmers
         raise ValueError(f"not JSON: {f'a number of more than {DIGITS} digits' if long else error}") from None
 
 
 def depth(data: bytes) -> int:
-    """The largest nesting depth, or more than the limit for brackets that do not fit together. Takes a tenth of the time of
-    parsing."""
+    """The largest nesting depth; above the limit for too many brackets and quotes. Takes a tenth of the time of parsing."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     brackets = data.translate(None, _OTHERS).replace(b'""', b"")  # removes texts without brackets

@@ -1,4 +1,4 @@
-"""Limits of a bundle's parts, listed in FORMAT.md. They are far above real bundles, and so low that a hostile bundle is refused
+"""Limits of a bundle's parts, listed in FORMAT.md. They are far above the values of real bundles. A hostile bundle is refused
 within a second and 300 MB."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ AXES = 64  # of a tensor, as in PyTorch
 DIMENSIONS = 64  # of an entry
 VARIANTS = 32
 ENTRIES = 64
-CHAINED = 1_000_000  # of all donations: their programs, and pairs of programs that donate
+CHAINED = 1_000_000  # of all donations: their programs, and the pairs of programs that they connect
 INTEGER = 1 << 63  # whole numbers are in [-INTEGER, INTEGER); also bytes of a tensor, and its end
 NAME = 1024  # printable characters of a name or path
 PATH_PART = 255  # bytes between the slashes of a path

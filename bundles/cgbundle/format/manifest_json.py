@@ -116,7 +116,7 @@ def _record(kind: type) -> Decoder:
 
 def _annotation(text: str) -> Decoder:
     """The decoder for an annotation of schema.py, where no fixed-length tuple contains another."""
-    text = text.removesuffix(" | None")  # absent: the default of such a field, which is left out
+    text = text.removesuffix(" | None")  # None is the default of such a field, and defaults are left out
     if text in _SCALARS:
         return _SCALARS[text]
     inside = text[text.find("[") + 1 : -1]
@@ -174,7 +174,7 @@ def _size(value: Any, where: str, depth: int = 0, budget: list[int] | None = Non
         budget[0] -= 1
         if depth >= limits.SIZE_DEPTH or budget[0] < 0:
             reason = "nested too deeply" if budget[0] >= 0 else f"more than {limits.SIZE_OPERATORS} operators"
-            raise invalid(where.split("][")[0].rstrip("]") + "]", reason)  # at the size's own path, which ends with its axis
+            raise invalid(where.split("][")[0].rstrip("]") + "]", reason)  # the path of the whole size
         return (value[0], *[_size(value[side], f"{where}[{side}]", depth + 1, budget) for side in (1, 2)])
     raise expected(where, "a size", value)
 

@@ -1,5 +1,5 @@
-"""Opens the files of a bundle: follows no links but those of the Hub's cache, waits for no pipe, reads no more than the manifest
-says. Also runs cleanup when an object is collected."""
+"""Opens the files of a bundle: follows only links of the Hugging Face Hub's cache, waits for no pipe, and reads no more than the
+manifest says. Also runs cleanup when an object is collected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLDER = FILE | os.O_DIRECTORY
 
 BLOBS = "../blobs/"  # before the SHA-1 or SHA-256 in a link of huggingface_hub's cache
 DAMAGE = {errno.ENOENT: "missing", errno.ENOTDIR: "missing", errno.ELOOP: "a symbolic link, which a bundle must not hold"}
-"""Messages for reasons that an entry cannot be opened."""
+"""Messages by the error number of an open that failed."""
 
 NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)  # errors of a path that the system does not accept
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that say nothing about the bundle
@@ -43,7 +43,7 @@ class KeptFile:
 
 
 def open_directory(path: str) -> int:
-    """Opens a directory that a user names, through links. Raises bundle-missing, not-a-bundle."""
+    """Opens a directory that a user names; follows links. Raises bundle-missing, not-a-bundle."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -97,7 +97,7 @@ def _cached(name: str, folder: int) -> str:
 
 
 def pieces(descriptor: int, name: str, size: int) -> Iterator[bytes]:
-    """Yields the contents in pieces. Raises file-damaged unless the length is the manifest's."""
+    """Yields the contents in pieces. Raises file-damaged unless the file has `size` bytes."""
     done = 0
     while piece := os.pread(descriptor, min(CHUNK, size - done) + 1, done):
         done += len(piece)
@@ -109,7 +109,7 @@ def pieces(descriptor: int, name: str, size: int) -> Iterator[bytes]:
 
 
 def copied(descriptor: int) -> int:
-    """Replaces the descriptor by one of a copy in memory (memfd)."""
+    """Copies a file into memory (memfd), closes it, and returns the copy's descriptor."""
     size = os.fstat(descriptor).st_size
     copy = os.memfd_create("cgbundle-weights", os.MFD_CLOEXEC)
     try:
@@ -123,28 +123,28 @@ def copied(descriptor: int) -> int:
     return copy
 
 
-# --- what is done when an object is gone, by functions of C alone ----------------------------------------------------
+# --- cleanup after an object is collected, by C functions only --------------------------------------------------------
 #
-# An interrupt (a signal's handler that raises, PyThreadState_SetAsyncExc) lands wherever Python code runs.  In `__del__`, and in a
-# callback of `weakref` that is written in Python, it is printed and lost, and what should have been given back is not.
+# An interrupt (a signal handler that raises, PyThreadState_SetAsyncExc) may arrive wherever Python code runs.  In `__del__`, and in
+# a `weakref` callback written in Python, its exception is printed and lost, and the rest of the cleanup does not run.
 
 _WAITING: dict[int, tuple[ref[Any], bool]] = {}
-"""Weak references, and whether a forked process keeps them: an object and its reference may become garbage together, and then the
-callback would not run."""
+"""Weak references, and whether a forked process keeps them. Kept here, because a reference that is collected together with its
+object does not run its callback."""
 
 _KEYS = count()
 
 
 def make_calls(pending: Iterator[object]) -> None:
-    """Makes the remaining calls of `pending`, a `map` of a C function. No interrupt can separate an argument from its call, so that
+    """Makes the remaining calls of `pending`, a `map` of a C function. No interrupt can come between an argument and its call, so
     each call is made exactly once."""
-    countOf(pending, None)  # asks for all of them
+    countOf(pending, None)  # runs the whole iterator in C
 
 
 def when_gone(owner: object, pending: Iterator[object], *, forked: bool = True) -> None:
     """Runs `make_calls` when `owner` is collected. `forked`: also for its copy in a forked process."""
     key = next(_KEYS)
-    # a callback is called with its reference: countOf(steps, reference)
+    # the argument of the callback is its reference: countOf(steps, reference)
     _WAITING[key] = ref(owner, MethodType(countOf, chain(pending, map(_WAITING.pop, (key,))))), forked
 
 

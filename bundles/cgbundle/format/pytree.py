@@ -5,8 +5,8 @@
     {"record": [name, kind, [field, ...], [trees]]}
 
 A record is an instance of another class: `kind` is "object" for attributes (a dataclass, a cache), or "mapping" for one that is
-also a dict of its fields that are not None (outputs of Hugging Face's models). The tree of a call is
-{"call": [[parameter, tree], ...]}. An argument without tensors is a constant: a call has to agree with the recorded value."""
+also a dict of its fields that are not None (outputs of Hugging Face's models). The tree of a call is {"call": [[parameter, tree],
+...]}. An argument without tensors is a constant: a call must have the recorded value."""
 
 from __future__ import annotations
 

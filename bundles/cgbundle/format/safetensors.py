@@ -1,5 +1,5 @@
-"""Reads and writes safetensors files without holding all of them: 8 bytes of header length, a JSON header, then the data. The
-readers of the `safetensors` package need NumPy or torch."""
+"""Reads safetensors files without loading them: 8 bytes of header length, a JSON header, then the data. The readers of the
+`safetensors` package need NumPy or torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODES = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
     "bool": "BOOL", "complex64": "C64",
 }  # fmt: skip
-"""Our dtype names and the format's."""
+"""The format's code of each dtype."""
 
 PAIRS = {"complex128": "float64"}
 """Dtypes without a name in the format: stored with a last axis of real and imaginary part, and listed in `__metadata__`."""
@@ -59,9 +59,9 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     if type(plain) is not dict:
         raise invalid(where, f"the header is no object but {type(plain).__name__}")
     dtypes = {code: name for name, code in CODES.items()}
-    about = plain.pop(METADATA, {})
+    metadata = plain.pop(METADATA, {})
     entries = {name: _entry(name, item, dtypes, 8 + length, where) for name, item in plain.items()}
-    named = about if type(about) is dict else {}
+    named = metadata if type(metadata) is dict else {}
     pairs = [(name, dtype) for dtype in PAIRS if type(named.get(dtype)) is str for name in named[dtype].split("\n")]
     for name, dtype in pairs:
         if name not in entries or (entries[name].dtype, entries[name].shape[-1:]) != (PAIRS[dtype], (2,)):
@@ -144,7 +144,7 @@ class Mapped:
 
 
 class _PyBuffer(ctypes.Structure):
-    """CPython's Py_buffer (stable ABI since 3.11): ctypes gives addresses of writable buffers only."""
+    """CPython's Py_buffer (stable ABI since 3.11). ctypes itself has addresses of writable buffers only."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),

@@ -41,8 +41,8 @@ def write_header(file: IO[bytes], shapes: Mapping[str, tuple[str, tuple[int, ...
         begin, end = end, end + nbytes(dtype, shape)
         stored, more = (PAIRS[dtype], [2]) if dtype in PAIRS else (dtype, [])
         header[name] = {"dtype": CODES[stored], "shape": [*shape, *more], "data_offsets": [begin, end]}
-    if about := {dtype: "\n".join([name for name in names if shapes[name][0] == dtype]) for dtype in PAIRS if dtype in used}:
-        header[METADATA] = about
+    if pairs := {dtype: "\n".join([name for name in names if shapes[name][0] == dtype]) for dtype in PAIRS if dtype in used}:
+        header[METADATA] = pairs
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     file.write(len(text).to_bytes(8, "little"))

@@ -18,13 +18,13 @@ DTYPES = {
 """Bytes of one element of every dtype that a bundle may hold."""
 
 MEMORIES = ("weights", "state", "inputs", "arena", "host", "peer")
-"""Where a value or an address may lie. `host` on the cpu target: allocated by a host region during the call; beside a GPU: one
-pinned buffer for values that cross. `peer`: where ranks exchange data (see `World`); it holds addresses only, no values."""
+"""The memories of values and addresses. `host` on the cpu target: allocated by a host region during the call; beside a GPU: one
+pinned buffer for values that host steps read or write. `peer`: where ranks exchange data (see `World`); no value is in it."""
 
 STATE, HOST = "state", "host"
 """State lasts from call to call. Weights of memory host are read by host regions only, in the mapped file."""
 
-PERSISTENT = ("weights", STATE)  # steps may read there what no step of the program wrote
+PERSISTENT = ("weights", STATE)  # steps may read these without an earlier step that writes them
 KERNEL_CODE = "code"
 """A further name in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
 
@@ -45,7 +45,7 @@ VERSION = 1  # of the format; earlier bundles have a field `format` instead of `
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
-    """`sizes` ascend. `pad`: "rows" (rows are independent, so any values will do), "zeros" (only zeros were verified) or "no".
+    """`sizes` ascend. `pad`: "rows" (rows are independent, so any padding works), "zeros" (only zeros were verified) or "no".
     `chunk`: a call may be split along this dimension. `reason` explains a refusal; `not_chunked` explains why a call cannot be
     split, if `reason` says more than that."""
 
@@ -86,9 +86,9 @@ class Target:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
     """A parameter, buffer or constant. `tensor` names it in weights.safetensors, or in tables.safetensors if `computed` by the
-    build; tied weights name the same tensor. `strides` (elements) are those of the model's tensor; the file holds it in the order
-    of its memory. Memory `state` is what calls change, with initial values in the file, or `zeros` and in no file. Memory `host` is
-    read by host regions beside a GPU only. `offset` in its memory is 256-byte aligned; 0 in memory host and in memory weights of
+    build; tied weights name the same tensor. `strides` (elements) are those of the model's tensor; the file has its elements in
+    memory order. Calls change memory `state`; its initial values are in the file, or it is `zeros` and in no file. Only host
+    regions beside a GPU read memory `host`. `offset` in its memory is 256-byte aligned; 0 in memory host and in memory weights of
     the cpu target."""
 
     name: Name
@@ -105,8 +105,8 @@ class Weight:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenWeight:
     """A weight that updates must leave as it is. `reason`: "constant" (not in the state_dict), "folded" (code holds values computed
-    from it), "baked" (Python read its value during the build) or "state". `sha256` is of its bytes in the file; `where` the user's
-    file:line that read a baked one."""
+    from it), "baked" (Python read its value during the build) or "state". `sha256` is of its bytes in the file; `where`: the user's
+    file:line that read the value ("baked")."""
 
     weight: Position
     reason: Literal["constant", "folded", "baked", "state"]
@@ -127,7 +127,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """A piece of the exported graph. `file`: a host region's shared object. `constants`: (name in the shared object, position of
+    """A part of the exported program. `file`: a host region's shared object. `constants`: (name in the shared object, position of
     the weight)."""
 
     name: Name
@@ -152,7 +152,7 @@ class Step:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowering:
     """A lowering that the build tried for one int_key: "eager", "inductor", "max-autotune" or "cross-compile". `microseconds`:
-    median GPU time of each graph step. `reason`: why it was left out, without times. `chosen`: the program uses this one."""
+    median GPU time of each graph step. `reason`: why it was left out; then it has no times. `chosen`: the program uses this one."""
 
     name: Name
     chosen: bool = False
@@ -177,9 +177,9 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alias:
-    """Output `output` shares memory with number `index` of `memory`: the caller's `inputs`, `outputs` (one that is no alias), or
-    the manifest's weights ("weights", "state"). Their Values have the places; on the cpu target `offset` is in bytes from the other
-    tensor's first element."""
+    """Output `output` shares memory with tensor number `index` of `memory`: the call's `inputs` or `outputs` (one that is no
+    alias), or the manifest's weights ("weights", "state"). The program's Values have the offsets; on the cpu target they are bytes
+    from the first element of the other tensor."""
 
     output: Position
     memory: Literal["inputs", "outputs", "weights", "state"]
@@ -212,8 +212,8 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A parameter of `EntrySpec.call`: whether it is keyword-only, and its default as a tree of constants (None: no default, or no
-    constant)."""
+    """A parameter of `EntrySpec.call`: whether it is keyword-only, and its default as a tree of constants (None: it has none, or
+    none that is constant)."""
 
     keyword: bool = False
     default: Tree | None = None
@@ -221,9 +221,9 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """How one int_key was verified at build time. `errors` against eager PyTorch, in the order of `compared_tensors`; absent if not
-    measured. `error` and `tolerance`: the one nearest to its bound, and that bound. `distance`: of the replay from the recording,
-    if the self-test has one. `comparison.difference` defines errors."""
+    """How one int_key was verified at build time. `errors` against eager PyTorch, in the order of `self_test_tensors`; absent if
+    not measured. `error` and `tolerance`: the largest one in proportion to its bound, and this bound. `distance`: the error against
+    the recording, if the self-test has it. `comparison.difference` defines errors."""
 
     key: IntKey
     method: Literal["replay", "interpret", "none"]
@@ -311,9 +311,8 @@ class DonatedRange:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
     """The bundle is rank `rank` of `size`: one device's share of a model. Memory `peer` has a part of `stride` bytes per rank, in
-    order; rank r's part is on its device, starts as zeros, and all ranks can write to it. In its part a rank reads, little-endian:
-    4 bytes at `status`, 0, or 1 + the rank for which a kernel waited too long; 8 bytes at `limit`, the nanoseconds that kernels
-    wait."""
+    order; rank r's part is on its device, starts as zeros, and all ranks can write to it. A rank's part has, little-endian: at
+    `status` 4 bytes, 0 or 1 + the rank for which a kernel waited too long; at `limit` 8 bytes, the time limit of kernels in ns."""
 
     rank: int
     size: int
@@ -335,8 +334,8 @@ class StateDimension:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpan:
-    """A range of memory inputs that stands for the engine's memory, at any multiple of `alignment`. Overlapping tensors share a
-    span."""
+    """A range of memory inputs that `attach` replaces by memory of the engine, at any multiple of `alignment`. Overlapping tensors
+    share a span."""
 
     offset: Bytes
     bytes: Bytes
@@ -345,7 +344,7 @@ class EngineSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTensor:
-    """A tensor that an engine's graphs use. Memory inputs: the caller gives it to `attach`, in a span. Memory arena: `attach`
+    """A tensor that an engine's graphs use. Memory inputs: the caller passes it to `attach`, in a span. Memory arena: `attach`
     returns it. `strides` in elements, `offset` in bytes."""
 
     name: str
@@ -358,7 +357,7 @@ class EngineTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineGraph:
-    """A captured graph of an engine. `key` is the engine's own as JSON: a number, a text, or a list of these for a tuple. `file` is
+    """A captured graph of an engine. `key` is the engine's key as JSON: a number, a text, or a list of these for a tuple. `file` is
     its recording, whose int_key is the graph's position."""
 
     key: str

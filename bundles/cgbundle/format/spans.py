@@ -58,7 +58,7 @@ class Spans:
 
     def __init__(self, rows: Iterable[tuple[str, int, int, int]]) -> None:
         self._begins: dict[str, list[int]] = {}
-        self._furthest: dict[str, list[tuple[int, int]]] = {}  # (end, number) of the piece that ends last among those so far
+        self._furthest: dict[str, list[tuple[int, int]]] = {}  # (end, number) of the row that ends last, up to this row
         for memory, begin, end, number in sorted(row for row in rows if row[1] < row[2]):
             known = self._furthest.setdefault(memory, [])
             known.append(max(known[-1], (end, number)) if known else (end, number))
@@ -70,9 +70,9 @@ class Spans:
 
     def over(self, memory: str, begin: int, end: int) -> int | None:
         """The number of a row that overlaps these bytes, or None."""
-        behind = bisect_left(self._begins.get(memory, ()), end)
-        if begin < end and behind and self._furthest[memory][behind - 1][0] > begin:
-            return self._furthest[memory][behind - 1][1]
+        count = bisect_left(self._begins.get(memory, ()), end)
+        if begin < end and count and self._furthest[memory][count - 1][0] > begin:
+            return self._furthest[memory][count - 1][1]
         return None
 
 

@@ -1,4 +1,4 @@
-"""Selects the variant for a machine: that of its GPU, else the one that uses most of its processor. Pure."""
+"""Selects the variant for a machine: that of its GPU, else the one that uses most features of its processor. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`attach`: replays an engine's captured graphs, saved by `cgcompile.save_graphs`, over the tensors of this process. Recordings
-have the engine's tensors as places in memory inputs; a copy of each table gets the addresses of the caller's tensors, and graphs
-are built as for any bundle. Temporaries lie in one arena. The caller's library (torch) uses the same context."""
+"""`attach`: replays an engine's captured graphs, saved by `cgcompile.save_graphs`, over the tensors of this process. In recordings
+the engine's tensors are offsets in memory inputs. A copy of each table gets the addresses of the caller's tensors, and graphs are
+built as for any bundle. Temporaries are in one arena. The caller's library (torch) uses the same context."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ class AttachedGraph:
     def replay(self, stream: int | None = None) -> None:
         """Launches the graph in the order of a stream, and returns before it is done.
 
-        `stream`: the driver's handle, as `torch.cuda.Stream.cuda_stream` has it.  None: the current stream of the library that the
-        tensors are of, in this thread.  Two graphs of one bundle share memory: launch them on one stream, or wait between them.
-        Raises program-closed, driver-failed; and what building a graph raises, where `attach` left it for later: table-invalid,
-        OutOfMemory.
+        `stream`: the driver's handle, as `torch.cuda.Stream.cuda_stream` has it.  None: the current stream of the tensors' library
+        in this thread.  Two graphs of one bundle share memory: launch them on one stream, or wait between them.  Raises
+        program-closed, driver-failed; if the graph is not built yet, also table-invalid, OutOfMemory.
         """
         graphs = self._graphs
         if graphs.closed:
@@ -96,7 +95,7 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
         return iter(self._graphs)
 
     def __len__(self) -> int:
-        """How many graphs there are."""
+        """The number of graphs."""
         return len(self._graphs)
 
     def stream(self) -> int:
@@ -105,7 +104,7 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
         return LEGACY_STREAM if handle is None else handle
 
     def close(self) -> None:
-        """Waits for the GPU, and gives back what `attach` took; may be called twice.  The caller's own tensors stay."""
+        """Waits for the GPU, and frees what `attach` allocated; may be called twice.  The caller's own tensors stay."""
         with self._shared.lock:  # a graph that is being built is finished first
             if self.closed:
                 return
@@ -136,7 +135,7 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
                 with self._shared.context, Relaxed():
                     executor = self._executor(graph._position)
                     self._cleanup.callback(executor.close)
-                    call("cuStreamSynchronize", self._shared.context.stream)  # its upload
+                    call("cuStreamSynchronize", self._shared.context.stream)  # waits for its upload
                 graph._executor = executor
             return graph._executor
 
@@ -160,8 +159,8 @@ def attach(
     """Loads the graphs that `cgcompile.save_graphs` saved at `path`, to replay them over `tensors`.  torch may use CUDA already.
 
     `tensors` maps the names of `save_graphs` to tensors on one GPU.  Their dtype, shape, strides and alignment must be those of the
-    saved ones, and tensors that overlap must do so at the same distance.  Names that no graph uses are ignored.  Outputs are given
-    by `AttachedGraphs.tensors`.  The graphs read and write the tensors in place, so keep them.
+    saved ones, and tensors that overlap must do so at the same distance.  Names that no graph uses are ignored.
+    `AttachedGraphs.tensors` has the outputs.  The graphs read and write the tensors in place, so keep them.
 
     - `device`: the GPU; None: that of the tensors.
     - `unverified`: True also accepts graphs that were saved with verify=False.
@@ -192,9 +191,9 @@ def attach_poisoned(
     bundle = Archive(os.fspath(path))
     try:
         if key is not None:
-            from .. import signatures  # late: most bundles are not signed
+            from .. import signatures  # most bundles are not signed
 
-            signatures.check(bundle, key)  # before the manifest is as much as parsed
+            signatures.check(bundle, key)  # before the manifest is parsed
         check_loaded(bundle, full=key is not None, tables=False)
         engine = _engine(bundle, unverified)
         _check_driver(bundle.manifest)
@@ -250,7 +249,7 @@ class _Tensors:
         for row in rows:
             address = self._address(row)
             position = span_of_tensor(engine, row)
-            assert position is not None  # `check_engine` has looked
+            assert position is not None  # `check_engine` has checked this
             base = address - (row.offset - engine.spans[position].offset)
             if places[position] not in (None, base):
                 raise _unlike(f"tensor {row.name!r} does not overlap others as it did when the graphs were saved")
@@ -321,7 +320,7 @@ def _attached(bundle: Archive, engine: Engine, placed: _Tensors, lazy: bool | No
             attached = AttachedGraphs(shared, cleanup, executor, engine, placed)
             shared.settle()
             call("cuStreamSynchronize", context.stream)
-            attached.tensors = MappingProxyType(_handed_out(engine, memories, placed, attached))
+            attached.tensors = MappingProxyType(_arena_tensors(engine, memories, placed, attached))
         for _ in attached._rest() if lazy is False else ():
             pass
         code, tables = shared.sizes.get("code", 0), shared.sizes.get("weights", 0)
@@ -346,7 +345,7 @@ def _moves(engine: Engine, bases: list[int], size: int) -> list[Move]:
     ]
 
 
-def _handed_out(engine: Engine, memories: Memories, placed: _Tensors, owner: object) -> dict[str, Any]:
+def _arena_tensors(engine: Engine, memories: Memories, placed: _Tensors, owner: object) -> dict[str, Any]:
     return {
         row.name: placed.library.wrap(
             memories.address("arena", row.offset), row.dtype, row.shape, row.strides, owner, placed.device

@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 SHARED = (WEIGHTS, KERNEL_CODE, PEER)  # memories that no session owns
 EAGER = 1
-"""Programs whose graphs are built before a load returns, by default. For a GPT of three keys, one instead of all saves 11 to 18 ms
-of 340 to 400 (tests/gpu/REPORT.md); all of 64 would take as long as the rest of the load."""
+"""Number of programs whose graphs are built before a load returns, by default. For a GPT of three keys, one instead of all saves 11
+to 18 ms of 340 to 400 (tests/gpu/REPORT.md); all of 64 would take as long as the rest of the load."""
 
 HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
 SIZED = "outputs whose sizes depend on data, which this bundle has, are waited for: a CUDA graph cannot"
 
 
 class CudaBackend:
-    """Runs the programs of a cuda bundle on GPU `device`. `mode`: "graph" or "stream" (row by row). `context`: of the caller or
-    being created; the backend owns it. `poison` fills the arena, memory `host` and undefined parameter bytes, which results must
+    """Runs the programs of a cuda bundle on GPU `device`. `mode`: "graph" or "stream" (row by row). `context`: one that exists or
+    is being created; the backend owns it. `poison` fills the arena, memory `host` and undefined parameter bytes, which results must
     not depend on. `lazy`: bind programs at their first call; None: the first EAGER ones now, others in the background or at a call.
     `threads` of host operations. `peer`: address of memory peer, which the caller frees. `rows` of state by dimension. Raises
     library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid, file-damaged, and
@@ -108,7 +108,7 @@ class CudaBackend:
                 self._programs.bind(range(now))
                 if now == count:
                     self._programs.bind_donated()
-                shared.settle()  # and zeroed memories and state
+                shared.settle()  # weights; the next line waits for zeroed memories and state
                 driver.call("cuStreamSynchronize", self.order.default)
             undo.pop_all()
         if lazy is None and now < count:
@@ -132,7 +132,7 @@ class CudaBackend:
         cleanup.callback(self._executors.close)
         self.host: HostSteps | None = None
         if hosted:
-            from .host_steps import HostSteps  # few bundles have any, and torch's libraries with them
+            from .host_steps import HostSteps  # few bundles have any, which need torch's libraries
 
             self.host = HostSteps(shared.bundle, shared.hosted, self._memories, shared.threads)
             cleanup.callback(self.host.close)
@@ -156,7 +156,7 @@ class CudaBackend:
 
     def begin(self, stream: int | None) -> Any:
         """Makes the context current. Work on the stream until `end` runs after the previous call and before the next one. An
-        interrupt here may leave the context current, which is the one that other libraries use."""
+        interrupt here may leave the context current, which is harmless: other libraries use it too."""
         error = cu.cuCtxPushCurrent(self._context_handle)
         if error:
             driver.check("cuCtxPushCurrent", error)
@@ -179,7 +179,7 @@ class CudaBackend:
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
         """Replays, and copies mutated inputs back, in stream order. Inputs on the CPU (device None) are copied to the GPU and
-        outputs back, and the copies waited for. Donated outputs of other entries are read in place."""
+        outputs back; this waits for the copies. Donated outputs of other entries are read in place."""
         if device is None and caller_captures():
             text = "inputs on the CPU cannot become part of the CUDA graph that is being captured"
             raise CallError("capture-refused", text, "pass tensors of the GPU")
@@ -212,7 +212,7 @@ class CudaBackend:
             driver.check("cuMemcpyDtoDAsync", error)
 
     def buffers(self, program: int) -> tuple[list[int], object]:
-        with self.turn:  # which raises where this was closed
+        with self.turn:  # raises if this was closed
             return [address for address, _ in static_buffers(self._shared.programs[program], self._memories)], self
 
     def copy_out(self, address: int, size: int, stream: int | None) -> Output:
@@ -283,7 +283,7 @@ class CudaBackend:
         files: Sequence[OpenFile],
         ready: Callable[[], None],
     ) -> None:
-        """The new weights are brought to the GPU before any of them changes."""
+        """All new weights are copied to the GPU before any weight changes."""
         from .update import update  # few programs are updated
 
         self._check_fork()
@@ -316,9 +316,9 @@ class CudaBackend:
         self._fill_state(stream)
 
     def close(self) -> None:
-        """Waits for running work and frees the session, with the last session also what they share. Unfreed Outputs keep the
-        context. Does nothing twice or in a forked process. Inside a call of this thread nothing is freed until the next close, or
-        collection."""
+        """Waits for running work and frees the session; the last one also frees what sessions share. Outputs keep the context. A
+        second close, or one in a forked process, does nothing. Inside a call of this thread, the next close or garbage collection
+        frees the session."""
         if self._context.inherited:
             return
         self._lock.end()
@@ -333,7 +333,7 @@ class CudaBackend:
             try:
                 self._give_back()
             except BaseException:
-                self._give_back()  # goes on where an interrupt ended it
+                self._give_back()  # continues after an interrupt
                 raise
             finally:
                 self._shared.release()
@@ -367,10 +367,10 @@ class CudaBackend:
 
     def _rest(self) -> Iterator[None]:
         """Binds the remaining programs, one per step, between calls, until this is closed."""
-        for number, elsewhere in self._programs.unbound():
+        for number, places in self._programs.unbound():
             with self.gate:
                 if self.closed:
                     return
                 with self._context, Relaxed():
-                    self._programs.bind_one(number, elsewhere)
+                    self._programs.bind_one(number, places)
             yield

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class DeviceBundle:
     """A bundle on GPU `device`; parameters and errors as for `CudaBackend`. It has one share, more by `retain`; the last `release`
-    frees it. Hold `lock` to make graphs or load modules, `updating` to change weights or create a session over them. `hosted`:
+    frees it. Hold `lock` to create graphs or load modules, `updating` to change weights or create a session over them. `hosted`:
     weights of host regions, or None. `programs` of all entries, `entries` the entry of each, `shared_files` recordings of several
     steps, `donated` places of donated inputs (see `donated_places`), `relocation` of state that was moved."""
 
@@ -44,7 +44,7 @@ class DeviceBundle:
         files = Counter(step.file for program in self.programs for step in program.steps if step.file)
         self.shared_files = {file for file, times in files.items() if times > 1}
         self.donated = donated_places(manifest)
-        self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
+        self.lock = threading.RLock()  # reentrant: a session may be collected, and release its share, at any point of this thread
         self.updating, self.updated = threading.RLock(), False
         self._shares = 1
         self._uploads: list[Upload] = []
@@ -52,7 +52,7 @@ class DeviceBundle:
             if isinstance(context, Context):
                 undo.callback(context.release)
             if manifest.target.features:
-                from ..cpu.machine import check_features  # of host regions
+                from ..cpu.machine import check_features  # only host regions need features
 
                 check_features(manifest.target.features)
             pieces = listed(bundle)
@@ -60,7 +60,7 @@ class DeviceBundle:
             self.hosted = _host_weights(bundle) if constants else None
             self._states = states(bundle)
             check_driver(manifest.target)
-            if not isinstance(context, Context):  # from here on time counts: until then the context was being made
+            if not isinstance(context, Context):  # before this, the context was being created
                 context = (context and context.take()) or Context(device)
                 undo.callback(context.release)
             check_device(manifest.target, context)
@@ -89,7 +89,7 @@ class DeviceBundle:
         if WEIGHTS in self.sizes:
             self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")
             cleanup.callback(call, "cuMemFree", self.base)
-        # From here on the weights travel in other threads while this one loads modules and builds graphs.
+        # From here on other threads upload the weights while this one loads modules and builds graphs.
         for file, parts in pieces.items():
             self._uploads.append(Upload(self.context, self.bundle.descriptor(file), parts, self.base, name=file))
             cleanup.callback(self._uploads[-1].stop)
@@ -138,7 +138,7 @@ def _host_weights(bundle: Archive) -> HostWeights:
 
 
 def donated_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
-    """By program and input position: donated outputs of other entries, as source program by offset in memory arena. Outputs of the
+    """{program: {input position: {offset in memory arena: source program}}} of donated outputs of other entries. Outputs of the
     same entry are copied, because the call overwrites them."""
     programs = all_programs(manifest)
     places: dict[int, dict[int, dict[int, int]]] = {}
@@ -149,7 +149,7 @@ def donated_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
     return places
 
 
-# --- whether a bundle can run here: asked before anything is put on the GPU ---------------------------------------------
+# --- whether a bundle can run here: checked before anything is put on the GPU ---------------------------------------------
 
 
 def check_driver(target: Target) -> None:

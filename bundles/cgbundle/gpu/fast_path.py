@@ -33,8 +33,8 @@ def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:
         return plain if len(steps) == 1 else several
 
     def with_copies(stream: Any) -> Any:
-        room = fresh()
-        return plain(stream) if room is None or not copying(room[1], stream) else room[0]
+        allocated = fresh()
+        return plain(stream) if allocated is None or not copying(allocated[1], stream) else allocated[0]
 
     return with_copies
 
@@ -43,7 +43,7 @@ def fast_path(
     lock: ExclusiveLock, forks: int, programs: Programs, number: int, order: StreamOrder, context: Context, caller: Caller
 ) -> Callable[[list[int], Sequence[Any]], Any]:
     """`Backend.fast_path` for a bound program that writes to no input, in the session of `lock`. `forks`: `FORKS.number` at load.
-    Every microsecond counts, so a `Turn` is used by its parts."""
+    To save microseconds, it calls the parts of a `Turn`."""
     bound = programs.ready[number]
     inputs, device, current_context = bound.inputs, context.index, context.handle
     stream, counts, finish, run = caller.stream, caller.counts, caller.finish, _launched(bound, caller)
@@ -65,7 +65,7 @@ def fast_path(
             try:
                 handle = stream(device)
                 if views or handle != order.last:
-                    return elsewhere(addresses, handle, views)
+                    return in_order(addresses, handle, views)
                 for count in counts:
                     count.number += 1
                 if only is None:
@@ -79,7 +79,7 @@ def fast_path(
                     check("cuCtxPopCurrent", error)
         finally:
             if not inside:
-                try:  # noqa: SIM105  a context of Python's could be interrupted
+                try:  # noqa: SIM105  a context manager in Python could be interrupted
                     release()
                 except RuntimeError:  # as in `Turn`
                     pass
@@ -95,7 +95,7 @@ def fast_path(
                 place.take(address, handle)
         return run(handle)
 
-    def elsewhere(addresses: list[int], current: int | None, views: Sequence[Any]) -> Any:
+    def in_order(addresses: list[int], current: int | None, views: Sequence[Any]) -> Any:
         handle = order.begin(current)
         try:
             for view in views:

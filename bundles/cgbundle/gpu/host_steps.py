@@ -62,7 +62,7 @@ class HostSteps:
                 for handle, place in zip(results.handles, places, strict=True):
                     _take(torch, handle or 0, place, where)
             finally:
-                del results  # which the trace of an error would keep
+                del results  # a traceback would keep them
 
         return call
 

@@ -36,8 +36,8 @@ Places = tuple[tuple[int, int], ...]  # donated inputs that a launch reads in pl
 
 class Input:
     """An input of `size` bytes that launches read `at` an address, at first its static buffer `target`. `words`: parameters of
-    `readers` for it, set if that is cheaper than a copy and valid. `written`: (begin, end) memories that launches write; inputs
-    inside are copied before the launch."""
+    `readers` with this address, which are set instead of a copy if possible. `written`: (begin, end) of memories that launches
+    write; an input inside is copied before the launch."""
 
     __slots__ = ("_readers", "_words", "_written", "at", "size", "target")
 
@@ -63,7 +63,7 @@ class Input:
             self._set(self.target)
 
     def _set(self, address: int) -> None:
-        self.at = -1  # where it fails
+        self.at = -1  # in case a call fails
         for begin, word in self._words:
             word.value = address + begin
         for reader in self._readers:
@@ -84,7 +84,7 @@ class Executors(dict[tuple[str, tuple[Move, ...]], "GraphExecutor | StreamExecut
 class BoundProgram(NamedTuple):
     """A program with its addresses. `results`: outputs; `sizes`: their bytes. `steps`: functions of a stream; `joins`: the same for
     a captured stream. `written`: (position, address, bytes) of mutated inputs. `copying`: all steps in one launch that also copies
-    outputs. `donated`: by input position, offset in memory arena by address of a donated output."""
+    outputs. `donated`: (input position, {address of a donated output: offset in memory arena})."""
 
     inputs: list[Input]
     steps: list[Callable[[Any], None]]
@@ -96,7 +96,7 @@ class BoundProgram(NamedTuple):
     copying: CopyingLaunch | None
 
     def replay(self, addresses: Sequence[int], stream: Any) -> None:
-        for address, place in zip(addresses, self.inputs):  # noqa: B905  as many: checked at every call it costs 0.1 us
+        for address, place in zip(addresses, self.inputs):  # noqa: B905  equal lengths: a check costs 0.1 us per call
             if address != place.at:
                 place.take(address, stream)
         for step in self.steps:
@@ -157,8 +157,8 @@ class Programs:
             self.ready[number] = bound
 
     def bind_donated(self) -> None:
-        """Binds every program over all inputs that one program of another entry may donate; other combinations at their first
-        call."""
+        """Binds every program over all inputs that one program of another entry may donate; other combinations are bound at their
+        first call."""
         for number, places in self._donations():
             self.bind_one(number, places)
 
@@ -272,12 +272,12 @@ class Programs:
         if step.kind == "graph":
             executor = self._executor(step.file, moves, copied)
             return executor.join if join else executor.launch
-        if step.kind == "copy":  # the two values are laid out alike, which the verifier checks
+        if step.kind == "copy":  # `check_steps` has checked that both have the same layout
             source, target = program.values[step.inputs[0]], program.values[step.outputs[0]]
             start, end = [self._memories.address(value.memory, value.offset) for value in (source, target)]
             size, out, into = span(source), source.memory != HOST, target.memory != HOST
             return lambda stream: memory.copy(end, start, size, stream, target_on_device=into, source_on_device=out)
-        assert self._host is not None  # a host step's region is of kind host, and so there are host regions
+        assert self._host is not None  # programs with host steps have host regions
         return self._host.step(program, step)
 
     def _executor(self, file: str, moves: tuple[Move, ...], copied: Sequence[tuple[int, int]]) -> GraphExecutor | StreamExecutor:
@@ -297,7 +297,7 @@ class Programs:
         elif shared.mode == "graph":
             executor = GraphExecutor(shared.context, table, self._modules, bases, self._order.default, shared.poison, copied)
         else:
-            from ..cuda.stream_executor import StreamExecutor  # what serves launches graphs
+            from ..cuda.stream_executor import StreamExecutor  # servers launch graphs
 
             executor = StreamExecutor(table, self._modules, bases, shared.poison)
         self._executors[file, moves] = executor
@@ -311,8 +311,8 @@ def static_buffers(program: Program, memories: Memories) -> list[tuple[int, int]
 
 
 def with_inputs_at(program: Program, places: Places) -> tuple[Program, tuple[Move, ...]]:
-    """The program with inputs in memory arena, and the moves of its recordings. An address behind an input's last byte, which a
-    kernel may hold, moves along unless another input starts there."""
+    """The program with inputs in memory arena, and the moves of its recordings. A kernel may have the address after an input's last
+    byte: it moves too, unless another input starts there."""
     arena, inputs = MEMORIES.index("arena"), MEMORIES.index(INPUTS)
     begins = {program.values[index].offset for index in program.inputs}
     values, moves = list(program.values), []
@@ -332,7 +332,7 @@ def _inputs_are_read(program: Program, entry: EntrySpec) -> bool:
 
 
 def _inputs(program: Program, buffers: Sequence[tuple[int, int]], readers: Sequence[Reader], memories: Memories) -> list[Input]:
-    """The inputs with their reading kernels, also those with the address behind an input's last byte, unless another input starts
+    """The inputs with the kernels that have their addresses, or the address after the last byte unless another input starts
     there."""
     rows = [program.values[index] for index in program.inputs]
     begins = {row.offset for row in rows}

@@ -54,8 +54,8 @@ class StepClock:
         for name, before, after in self._pending:
             call("cuEventSynchronize", after)
             start = self._zero + call("cuEventElapsedTime", self._first, before) / 1e3
-            taken = call("cuEventElapsedTime", before, after) / 1e3
-            self.profile.add(name, start, start + taken, self.profile.GPU)
+            seconds = call("cuEventElapsedTime", before, after) / 1e3
+            self.profile.add(name, start, start + seconds, self.profile.GPU)
             call("cuEventDestroy", before)
             call("cuEventDestroy", after)
         self._pending.clear()

@@ -18,9 +18,9 @@ from ..errors import CgbundleError
 
 CHUNK = 2 << 20  # bytes that a thread copies at a time
 THREADS = 4
-"""At most, by processors. 100 MB reach the GPU in 5.3 ms, by the driver in 11; other numbers were not tried."""
+"""Maximum number, at most one per processor. 100 MB reach the GPU in 5.3 ms, by the driver in 11; others were not tried."""
 
-TURNS = 2  # slots of a thread: one for the thread, one for the bus
+TURNS = 2  # slots of a thread: it fills or reads one while the bus uses the other
 
 
 class _Slot(NamedTuple):
@@ -40,7 +40,7 @@ class ThreadedCopies:
 
     def __init__(self, context: Context, cleanup: ExitStack) -> None:
         self._context, self._cleanup = context, cleanup
-        self._slots: list[list[_Slot]] = []  # of each thread
+        self._slots: list[list[_Slot]] = []  # by thread
 
     def to_device(self, target: int, source: int, size: int, stream: Any) -> None:
         if _is_pinned(source):
@@ -85,7 +85,7 @@ class ThreadedCopies:
             except CgbundleError as failure:
                 failures.append(failure)
 
-        with ExitStack() as others:  # which are waited for also where this thread is interrupted: they use the caller's memory
+        with ExitStack() as others:  # waits for them also after an interrupt: they use the caller's memory
             for number in range(1, len(lanes)):
                 thread = threading.Thread(target=run, args=(number,), daemon=True)
                 thread.start()

@@ -1,4 +1,4 @@
-"""New weights for a program on a GPU, brought to the GPU, or near it without enough memory, before any weight changes."""
+"""New weights for a program on a GPU: copied to the GPU, or to host memory if it has too little, before any weight changes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class WeightStage:
             call("cuStreamSynchronize", self._stream)  # pinned memory is read until then
 
     def done(self) -> list[WeightCopy]:
-        """The remaining copies, when all contents have arrived."""
+        """The copies to the weights, after all contents have arrived."""
         uploads = []
         for file, pieces in self._pieces.items():
             uploads.append(Upload(self._context, file.descriptor, sorted(pieces), 0, name=file.path))

@@ -1,4 +1,4 @@
-"""From a bundle on disk to a program, with all checks before anything runs. Imported while a GPU's context is created."""
+"""Opens a bundle on disk as a program, after all checks. Imported while a GPU's context is created."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODES = ("graph", "stream")
 WORDS = {
     "mode": MODES, "on_miss": POLICIES, "outputs": ("copy", "view"), "check": LEVELS, "weights": ("map", "copy"),
 }  # fmt: skip
-"""The values of options."""
+"""Values of options."""
 
 LONGEST_WAIT = 1 << 32  # seconds: as nanoseconds they fit into 64 bits
 MOST_DEVICES = 1 << 16  # more than a machine can have
@@ -90,7 +90,7 @@ def open_bundle(
             from ..gpu.backend import CudaBackend
             from ..gpu.device_bundle import check_driver
 
-            check_driver(manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
+            check_driver(manifest.target)  # first: without a GPU, the context's error does not name the bundle's GPU
             if replicas:
                 from .replicas import open_replicas  # few programs are on several devices
 
@@ -113,7 +113,7 @@ def open_bundle(
             rank_bundle = others[0] if others and rank is not None else bundle
             program = _program(rank_bundle, backend, on_miss, outputs, cast)
             if rank is not None and rank_bundle.manifest.random is not None:
-                program.seed(backend.seed)  # type: ignore[attr-defined]  # of one rank: all ranks draw the same
+                program.seed(backend.seed)  # type: ignore[attr-defined]  # of one rank; equal on all ranks
         try:
             for archive in (bundle, *others):
                 archive.check_unchanged()
@@ -142,7 +142,7 @@ def _check_options_of_bundle(
         text = f"state={dict(state)}: the bundle's state has the sizes that it was built with"
         raise CallError("option-refused", text, "leave it out, or build the bundle with state()")
     if threads is not None:
-        from ..cpu.machine import check_number  # few programs are given a number
+        from ..cpu.machine import check_number  # few loads set it
 
         check_number(threads)
         if not any(region.kind == "host" for region in manifest.regions):
@@ -191,16 +191,16 @@ def _check(bundle: Archive, level: str, key: Keys | None, variant: str | None, d
 
 def _check_once(bundle: Archive, level: str, key: Keys | None, variant: str | None, device: int) -> None:
     if key is not None:
-        from .. import signatures  # late: most loads need none
+        from .. import signatures  # most loads have no key
 
-        signatures.check(bundle, key)  # before the manifest is as much as parsed
+        signatures.check(bundle, key)  # before the manifest is parsed
     if variant is not None or len(bundle.variants) > 1:
         _choose_variant(bundle, variant, device)
     if bundle.manifest.world and bundle.manifest.world.rank:
         raise CallError("ranks-refused", f"{bundle.path}: the bundle of one rank", "load the folder that its `ranks` lies in")
     if key is None and level == "load":
         return check_loaded(bundle)
-    from ..validate.bundle import check_bundle  # most loads leave the weights' hashes out
+    from ..validate.bundle import check_bundle  # most loads do not hash weights
 
     check_bundle(bundle, "full")
 
@@ -218,7 +218,7 @@ def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
 
 
 def _device_arch(index: int) -> str:
-    """The architecture of a GPU ("sm_90"); "" without a driver or such a GPU. Makes no context."""
+    """The architecture of a GPU ("sm_90"); "" without a driver or such a GPU. Creates no context."""
     from ..cuda.driver import call, device_count, require
     from ..cuda.libcuda import COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR
 
@@ -248,6 +248,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
     if options["replicas"] and rank is not None:
         raise ValueError(f"replicas=True, rank={rank}: expected one of them: a rank is one share of a model, a replica all of it")
-    again = options["replicas"] and (device or (devices is not None and len(set(devices)) < max(1, len(devices))))
-    if again or (device and devices is not None):
+    conflict = options["replicas"] and (device or (devices is not None and len(set(devices)) < max(1, len(devices))))
+    if conflict or (device and devices is not None):
         raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")

@@ -75,7 +75,7 @@ class Program(Entry):
         first, *others = manifest.entries
         session, policies = Session(backend, self_test), (on_miss, outputs, cast)
         super().__init__(manifest, first, session, 0, *policies)
-        self._others: dict[str, Entry] = {}  # what is in here must not hold the program, which closes when it is forgotten
+        self._others: dict[str, Entry] = {}  # must not refer to the program, which is closed when it is collected
         if others and self.name != FORWARD:
             self._others[self.name] = Entry(manifest, first, session, 0, *policies)
 
@@ -93,7 +93,7 @@ class Program(Entry):
         self._sessions = Sessions()
         self._finalizer = weakref.finalize(session, backend.close)
         self._finalizer.atexit = False
-        if manifest.random is not None:  # every session draws random numbers of its own
+        if manifest.random is not None:  # every session draws its own random numbers
             try:
                 self.seed(int.from_bytes(os.urandom(8), "little") >> 1)
             except BaseException:
@@ -168,7 +168,7 @@ class Program(Entry):
         self.state.seed(number)
 
     def state_bytes(self, weight: int) -> bytes:
-        """The bytes of number `weight` of the manifest's weights in the order of memory, when the calls before are done."""
+        """The bytes of weight number `weight` of the manifest, in memory order, after the earlier calls."""
         return self.state.fetch(weight)
 
     def update(self, weights: str | os.PathLike[str] | Mapping[str, Any], *, partial: bool = False) -> None:
@@ -209,7 +209,7 @@ class Program(Entry):
         """Times the calls inside `with program.profile() as profile:`, and each of their steps.
 
         `print(profile)` shows a table, `profile.save("trace.json")` writes a Chrome trace, which chrome://tracing and Perfetto
-        read, `profile.rows()` and `profile.spans` are the numbers.  On a GPU steps are timed there, by two events each.
+        read, `profile.rows()` and `profile.spans` are the numbers.  Steps on a GPU are timed by two events each.
         """
         from ..call.profile import Profile  # few programs are profiled
 
@@ -239,7 +239,7 @@ class Program(Entry):
         program raise ProgramClosed; closing twice does nothing."""
         if self._backend.device is not None:
             for epoch in (self._session.epoch, *[entry.epoch for entry in self.entries.values()]):
-                epoch.closed = True  # views of the GPU's memory end here, also those that a running call will give
+                epoch.closed = True  # views of GPU memory become stale here, also those that a running call returns
         self._sessions.close()
         self._backend.close()
         for entry in (self, *self._others.values()):
@@ -260,7 +260,7 @@ class Program(Entry):
 
 def update_all(programs: Sequence[Program], weights: object, *, partial: bool) -> None:
     """`Program.update` for copies of a program and their sessions, all or none."""
-    from ..weights.update import update  # few programs are
+    from ..weights.update import update  # few programs are updated
 
     roots = [program._root or program for program in programs]
     sessions = [[root._session, *root._sessions.parts()] for root in roots]  # not collected during the update

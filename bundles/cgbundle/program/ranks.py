@@ -1,4 +1,4 @@
-"""A model over several GPUs: driven by one process and called as one, or each rank in its own process."""
+"""A model over several GPUs: one process drives all ranks, or each rank has its own process."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from .exchanging import (
 
 class RanksBackend(ExchangingBackend):
     """Rank 0's backend, which drives the other ranks. Inputs are copied to every rank; outputs are rank 0's. `others`: bundles of
-    the other ranks; `devices`: GPUs of all, each for as many ranks as run at once. After `timeout` seconds of waiting for a rank
-    all calls raise rank-timeout. Raises as `CudaBackend`, and wrong-machine for devices that cannot access each other's memory."""
+    the other ranks; `devices`: the GPU of each rank, for as many ranks as run at once. After `timeout` seconds of waiting for a
+    rank all calls raise rank-timeout. Raises as `CudaBackend`, and wrong-machine if a device cannot access another's memory."""
 
     def __init__(
         self, bundle: Archive, others: Sequence[Archive], devices: Sequence[int], mode: str = "graph", *,
@@ -91,7 +91,7 @@ class RanksBackend(ExchangingBackend):
         CPU."""
         self._check_ranks()
         if device is None and caller_captures():
-            return super().run(program, addresses, device, stream)  # which refuses it
+            return super().run(program, addresses, device, stream)  # refuses the call
         if device is not None:
             self._give_inputs(program, addresses, stream)
         for number, other in enumerate(self._others):
@@ -110,14 +110,14 @@ class RanksBackend(ExchangingBackend):
         event."""
         for number, other in enumerate(self._others):
             call("cuStreamWaitEvent", stream, self._done[number], 0)
-            theirs, first = self._ranks[number + 1].handle, self._ranks[0].handle
+            target_context, source_context = self._ranks[number + 1].handle, self._ranks[0].handle
             for address, place in zip(addresses, other._bound[program].inputs, strict=True):
                 if place.size:
-                    call("cuMemcpyPeerAsync", place.target, theirs, address, first, place.size, stream)
+                    call("cuMemcpyPeerAsync", place.target, target_context, address, source_context, place.size, stream)
         call("cuEventRecord", self._ready, stream)
 
     def _follow(self, number: int, other: CudaBackend, program: int, addresses: Sequence[int] | None) -> None:
-        """A replay on another rank; `addresses` of inputs on the CPU, None if they were copied before."""
+        """Replays on another rank. `addresses`: inputs on the CPU; None if the inputs were copied before."""
 
         def replay(stream: Any) -> None:
             bound = other._bound[program]
@@ -139,7 +139,7 @@ class RanksBackend(ExchangingBackend):
     # --- what lasts from call to call -------------------------------------------------------------------------
 
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
-        """Stores the state of random numbers, equal on all ranks. Other state belongs to each rank."""
+        """Stores the state of the random numbers on all ranks. Raises ranks-refused for other state."""
         if weight != self._manifest.random:
             raise unsupported("writing state other than random numbers, because each rank has its own")
         super().store(weight, address, device, stream)
@@ -207,10 +207,10 @@ def open_ranks(
 
 
 class OneRankBackend(ExchangingBackend):
-    """A rank's backend; each process makes the same calls in the same order. `bundle` is the rank's, `whole` rank 0's. The
+    """A rank's backend; each process makes the same calls in the same order. `bundle` is this rank's, `whole` is rank 0's. The
     processes connect at `rendezvous`, a path of this host. They wait for each other for `timeout` seconds, there and in every call;
-    later all calls raise rank-timeout, or ranks-unlike if another rank made another call. `seed` is equal on all ranks. Raises as
-    `CudaBackend` and `connect_ranks`."""
+    after that all calls raise rank-timeout, or ranks-unlike if another rank made another call. `seed` is equal on all ranks. Raises
+    as `CudaBackend` and `connect_ranks`."""
 
     def __init__(
         self, bundle: Archive, whole: Archive, device: int, rendezvous: str, mode: str = "graph", *,
@@ -220,16 +220,16 @@ class OneRankBackend(ExchangingBackend):
         assert world is not None
         self._world, self._timeout = world, timeout
         with ExitStack() as undo:
-            mine = context or Context(device)
-            undo.callback(mine.release)
-            check_device(bundle.manifest.target, mine)
+            own_context = context or Context(device)
+            undo.callback(own_context.release)
+            check_device(bundle.manifest.target, own_context)
             cleanup = undo.enter_context(ExitStack())
-            with mine:
-                self._peer_base = reserve(world, mine, cleanup)
-                self._allocate_statuses(mine, cleanup)
-                handle = create_part(world, mine, cleanup, shared=True)
-                map_part(world, self._part_address(world.rank), handle, [mine], cleanup)
-                initialize_part(world, self._part_address(world.rank), int(timeout * SECOND), mine.stream)
+            with own_context:
+                self._peer_base = reserve(world, own_context, cleanup)
+                self._allocate_statuses(own_context, cleanup)
+                handle = create_part(world, own_context, cleanup, shared=True)
+                map_part(world, self._part_address(world.rank), handle, [own_context], cleanup)
+                initialize_part(world, self._part_address(world.rank), int(timeout * SECOND), own_context.stream)
                 descriptor = int(call("cuMemExportToShareableHandle", handle, MEM_FILE_DESCRIPTOR, 0))
                 try:
                     digest = hashlib.sha256(whole.text).hexdigest()
@@ -243,24 +243,23 @@ class OneRankBackend(ExchangingBackend):
                     for rank, part in enumerate(parts):
                         if rank != world.rank:
                             handle = int(call("cuMemImportFromShareableHandle", part, MEM_FILE_DESCRIPTOR, detail="memory peer"))
-                            cleanup.callback(call_in_context, mine, "cuMemRelease", handle)
-                            map_part(world, self._part_address(rank), handle, [mine], cleanup)
+                            cleanup.callback(call_in_context, own_context, "cuMemRelease", handle)
+                            map_part(world, self._part_address(rank), handle, [own_context], cleanup)
                 finally:
                     for part in parts:
                         os.close(part)
-            mine.retain()
-            CudaBackend.__init__(self, bundle, device, mode, context=mine, lazy=False, threads=threads, peer=self._peer_base)
+            own_context.retain()
+            CudaBackend.__init__(self, bundle, device, mode, context=own_context, lazy=False, threads=threads, peer=self._peer_base)
             undo.callback(CudaBackend.close, self)
-            with mine:
+            with own_context:
                 check_occupancy(self, bundle, 1)
             self._peer_cleanup = undo.pop_all()
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
-        """Replays this rank. A different call of another rank, or a missing one, is raised after a call from the CPU, or at the
-        next call."""
+        """Replays this rank. If another rank makes another call or none, this or the next call raises an error."""
         self._check()
         if device is None and caller_captures():
-            return super().run(program, addresses, device, stream)  # which refuses it
+            return super().run(program, addresses, device, stream)  # refuses the call
         self._call_log.record(program)
         results = super().run(program, addresses, device, stream)
         self._copy_status(self._world.rank, stream)

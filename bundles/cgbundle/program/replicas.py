@@ -68,7 +68,7 @@ class Replicas:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replays the model on one of the devices, as a call of an `Entry`.  Also raises replica-state."""
         if self._main is None:
-            return self.programs[0](*args, **kwargs)  # which says that no entry is called so
+            return self.programs[0](*args, **kwargs)  # raises EntryMissing: no entry is called forward
         return self._main(*args, **kwargs)
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
@@ -94,7 +94,7 @@ class Replicas:
 
     def close(self) -> None:
         """Closes every copy and its sessions, after waiting for their calls.  Closing twice does nothing."""
-        with ExitStack() as closing:  # all of them, also where one fails
+        with ExitStack() as closing:  # closes all, also if one fails
             for program in self.programs:
                 closing.callback(program.close)
 
@@ -148,7 +148,7 @@ class _Load:
 
     @contextmanager
     def chosen(self, device: int | None) -> Iterator[int]:
-        """The copy for inputs on a CUDA device, or, on the CPU (None), the one with the fewest calls, in turn. Raises
+        """The number of the copy for inputs on a CUDA device; on the CPU (None), of the copy with the fewest calls, in turn. Raises
         input-device."""
         if device is not None and device not in self._places:
             there = ", ".join(map(str, self._places))
@@ -188,7 +188,7 @@ def check_replicas(manifest: Manifest) -> None:
 
 
 def open_replicas(bundle: Archive, devices: Sequence[int] | None, opened: Callable[[int], Program]) -> Replicas:
-    """Loads copies in parallel from one checked bundle; None: on all devices."""
+    """Loads copies in parallel from one checked bundle. `devices`: None for all."""
     chosen = range(device_count()) if devices is None else devices
     with ThreadPoolExecutor(len(chosen), "cgbundle-replica") as pool:
         loading = [pool.submit(opened, number) for number in chosen]

@@ -1,5 +1,4 @@
-"""State that a model keeps from call to call: buffers by name, and the state of random numbers, whose seed `seed` writes into
-memory `state`."""
+"""State that a model keeps from call to call: buffers by name, and the state of the random numbers, which `seed` sets."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from ..tensors.tensor import Tensor, from_bytes
 if TYPE_CHECKING:
     from ..call.backend import Backend
 
-SEEDS = 1 << 63  # int64 holds smaller seeds
+SEEDS = 1 << 63  # seeds are smaller, so that int64 holds them
 
 
 class State(Mapping[str, Tensor]):
@@ -77,11 +76,11 @@ class State(Mapping[str, Tensor]):
         its accesses with the calls, and must not use the tensor after the session is closed."""
         index, weight = self._row(name)
         backend = self._backend
-        with backend.turn:  # which raises where the session was closed
+        with backend.turn:  # raises if the session was closed
             return Tensor(backend.address(index), weight.dtype, weight.shape, weight.strides, backend.owner, backend.device)
 
     def fetch(self, weight: int) -> bytes:
-        """The bytes of number `weight` of the manifest's weights, in the order of memory, when the calls before are done."""
+        """The bytes of weight number `weight` of the manifest, in memory order, after the earlier calls."""
         self._refuse_capture()
         return during(self._backend, None, lambda stream: self._backend.fetch(weight, stream))
 
@@ -119,7 +118,7 @@ class State(Mapping[str, Tensor]):
         return index, self._weights[index]
 
     def _refuse_capture(self) -> None:
-        """Raises capture-refused if the caller captures a graph and the CPU takes part."""
+        """Raises capture-refused while the caller captures a graph: the CPU's work cannot be in it."""
         if self._backend.device is not None and caller_captures():
             text = "state cannot be read, written from the CPU, reset or seeded while a CUDA graph is captured"
             raise CallError("capture-refused", text, "do it before or after the capture")

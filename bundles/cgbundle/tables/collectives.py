@@ -1,5 +1,5 @@
-"""Launches that exchange data between ranks: kernels that take memory `peer`. All ranks have the same ones in the same order,
-because each waits for its match on the other ranks."""
+"""Launches that exchange data between ranks: kernels with addresses of memory `peer`. All ranks have the same launches in the same
+order, because each waits for those of the other ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INPUT, OUTPUT, FIRST_PEER = 0, 8, 16
 """Offsets in the parameter block: addresses of input and output, then of each rank's part of memory `peer`."""
 
 _REST = Struct("<QIII")
-"""After these: bytes between the data for two ranks, number of pieces for each, own rank, and the sending ranks as bits."""
+"""After the addresses: bytes between the data of two ranks, pieces per rank, the kernel's rank, the sending ranks as bits."""
 
 
 class Exchange(NamedTuple):
@@ -49,8 +49,8 @@ def unpacked(world: int, block: bytes) -> tuple[int, int, int, int]:
 
 
 def exchanges(table: Table, world: World | None) -> list[Exchange]:
-    """The exchanges of a checked table, in order. Raises table-invalid unless each takes every rank's part and has its own rank, no
-    branch or loop contains one, and the nodes of a table with exchanges run in sequence."""
+    """The exchanges of a checked table, in order. Raises table-invalid unless each has the parts of all ranks and the bundle's
+    rank, none is in a branch or a loop, and the nodes of a table with exchanges run in sequence."""
     if PEER not in bytes(table.relocation_memory):
         return []
     bounds, launches, kernels = table.relocation_bounds.tolist(), [], count()

@@ -19,8 +19,8 @@ Data = bytes | bytearray | memoryview
 
 
 class Column(NamedTuple):
-    """`format`: a code of `struct`; `rows`: the count that it follows; `width`: items per row. `bounds`: row i owns the rows [item
-    i, item i + 1) of this other kind. `below`: a count of rows, or a number, above all items. `at`: the column's name in
+    """`format`: a code of `struct`; `rows`: its kind of rows; `width`: items per row. `bounds`: row i owns the rows [item i, item i
+    + 1) of this other kind. `below`: all items are below this number, or below this count of rows. `at`: the column's name in
     messages."""
 
     name: str
@@ -180,7 +180,7 @@ RECORDING = Layout(
         Column("edge_source", "I", "edges", below="nodes", at="edges.source"),
         Column("edge_target", "I", "edges", below="nodes", at="edges.target"),
         *_plain("edge_from_port edge_to_port edge_type", "B", "edges"),
-        # bulk
+        # bytes without an index
         Column("symbols", "B", "symbol_bytes"),
         Column("blocks", "B", "block_bytes"),  # each begins at a multiple of 8
     ),
@@ -204,13 +204,13 @@ BRANCHING = Layout(
 """The layout of a recording with conditional nodes."""
 
 _PLACES = (("relocation_memory", "relocation_offset"), ("memset_memory", "memset_offset"), ("memcpy_memory", "memcpy_offset"))
-"""The columns that say where something lies: memories, and bytes into them."""
+"""The columns with addresses: memories, and offsets into them in bytes."""
 
 _VERSION = 8  # offset of the version in the header
 
 
 class Move(NamedTuple):
-    """Bytes [begin, end) of `memory` that a launch finds at `offset` of memory `to`. Memories are positions in MEMORIES."""
+    """Bytes [begin, end) of `memory` that are at `offset` of memory `to` during a launch. Memories are positions in MEMORIES."""
 
     memory: int
     begin: int
@@ -274,7 +274,7 @@ class Table:
         return bisect_right(self.body_begin, position)
 
     def moved(self, moves: Sequence[Move]) -> Table | None:
-        """The recording with other addresses for `moves`, which do not overlap; None if it uses none of them."""
+        """The recording with addresses changed by `moves`, which do not overlap; None if no address changes."""
         table, changed = copy(self), False
         ordered = sorted(moves)
         begins = [(move.memory, move.begin) for move in ordered]
@@ -309,7 +309,7 @@ def launch_order(table: Table) -> list[int]:
         after.setdefault(source, []).append(target)
         waits[target] += 1
     done = [node for node in range(total) if not waits[node]]
-    for node in done:  # grows while it is walked
+    for node in done:  # the loop appends to it
         for target in after.get(node, ()):
             waits[target] -= 1
             if not waits[target]:

@@ -1,1 +1,1 @@
-"""Tensors of the caller's library (NumPy, torch, CuPy, DLPack) without importing it, and a tensor of our own."""
+"""Tensors of the caller's library (NumPy, torch, CuPy, DLPack) without importing it, and the runtime's own tensor."""

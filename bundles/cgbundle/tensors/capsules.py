@@ -1,4 +1,4 @@
-"""DLPack capsules, in and out. Input capsules are read, not consumed. Structures are those of dlpack.h, version 0.8."""
+"""Export and import of DLPack capsules. Input capsules are read, not consumed. Structures are those of dlpack.h, version 0.8."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def export(
     address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: tuple[int, int]
 ) -> object:
     """A capsule over memory that `owner` keeps alive until the consumer releases it; `device` as in `__dlpack_device__`. A consumer
-    that refuses drops the capsule with its exception set, which a Python callback would lose. So a tensor keeps its last capsule,
-    and releases it in `__del__`, where Python saves exceptions. NumPy, whose callbacks are in C, is preferred if it is loaded."""
+    that refuses frees the capsule while an exception is set, which a callback in Python would lose. So a tensor keeps its last
+    capsule, and releases it in `__del__`, where Python saves exceptions. NumPy, if loaded, exports instead: its callbacks are in
+    C."""
     rank = len(shape)
     managed = Managed()
     sizes, steps = (ctypes.c_int64 * rank)(*shape), (ctypes.c_int64 * rank)(*strides)
@@ -59,7 +60,7 @@ def export(
 
 @_Deleter
 def _delete(address: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """The consumer is done: drops the reference of `export`. At interpreter exit module globals are None, and nothing is
+    """Called by the consumer: drops the reference of `export`. At interpreter exit module globals are None, and nothing is
     dropped."""
     if ending():
         return
@@ -68,7 +69,7 @@ def _delete(address: int, ending: Callable[[], bool] = sys.is_finalizing) -> Non
 
 @_Deleter
 def _destroy(capsule: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """The capsule is freed: releases the tensor if nobody consumed it (it still has its first name)."""
+    """Called when the capsule is freed: releases the tensor if nobody consumed it (then the name is unchanged)."""
     if ending():
         return
     _is_valid = _api.PyCapsule_IsValid
@@ -79,7 +80,7 @@ def _destroy(capsule: int, ending: Callable[[], bool] = sys.is_finalizing) -> No
         _delete(pointer(capsule, b"dltensor"))
 
 
-# --- in ---------------------------------------------------------------------------------------------------------------
+# --- import -----------------------------------------------------------------------------------------------------------
 
 
 class _Versioned(ctypes.Structure):
@@ -100,7 +101,7 @@ REFUSALS = (BufferError, RuntimeError, TypeError, ValueError, AttributeError, Lo
 
 _capsule_pointer = _api.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-_capsule_is = _api["PyCapsule_IsValid"]  # of its own: `_destroy` declares others' arguments
+_capsule_is = _api["PyCapsule_IsValid"]  # a separate object: `_destroy` declares other argument types
 _capsule_is.restype, _capsule_is.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
 
 
@@ -144,7 +145,7 @@ def read(value: Any, name: str) -> tuple[int, str, Sequence[int], Sequence[int] 
 
 
 def check_writable(value: Any, name: str) -> None:
-    """Raises input-unwritable unless the object allows writes, as DLPack 1.0 can say."""
+    """Raises input-unwritable unless the object says, by DLPack 1.0, that it allows writes."""
     library, reason = type(value).__module__.partition(".")[0], ""
     try:
         capsule = value.__dlpack__(max_version=(1, 0)) if library not in IMMUTABLE else None
@@ -162,7 +163,7 @@ def check_writable(value: Any, name: str) -> None:
 
 
 def can_be_asked(value: Any) -> bool:
-    """Whether an object of the caller's class has attributes without raising."""
+    """Whether `hasattr` works on an object of the caller's class, and does not raise."""
     try:
         hasattr(value, "__dlpack__")
     except REFUSALS:

@@ -1,7 +1,8 @@
 """Compares results of a replay with expected ones, by the rules of FORMAT.md. Large tensors of a self-test are condensed to hashes
-of blocks and, for floats that may differ, samples (one element of STEP, at varying places, so that permuted rows differ) and
-statistics (largest absolute value, mean, root mean square). None of these differs by more than the worst element, so a tensor
-within its bound passes. A single wrong element below its block's largest value may pass unseen, but not with hashes alone."""
+of blocks. For floats that may differ there are also samples (one of STEP elements, at varying positions, so that permuted rows
+differ) and statistics (largest absolute value, mean, root mean square). They differ at most by the worst element's error, so a
+tensor within its bound passes. A wrong element below its block's largest value may pass unnoticed, unless only hashes are
+stored."""
 
 from __future__ import annotations
 
@@ -17,13 +18,12 @@ from ..format.schema import DTYPES
 from .numbers import decode
 from .self_test_tensors import is_exact, stored
 
-BLOCK = 1 << 16
-"""Bytes that are decoded at a time, a multiple of every element: a cache of 0.5 GB as Python's numbers would take 16."""
+BLOCK = 1 << 16  # defined again below, with its reason
 
 
 def difference(dtype: str, expected: bytes, got: bytes) -> float:
     """The error of `got`, both row-major. Integers and booleans: the share of different elements. Others (complex as two parts):
-    the largest |got - expected| over the largest finite |expected|; infinite if only one is NaN or infinite, and for other
+    the largest |got - expected| over the largest finite |expected|; infinite if only one of two is NaN or infinite, or for other
     lengths."""
     if len(expected) != len(got):
         return inf
@@ -39,7 +39,7 @@ def difference(dtype: str, expected: bytes, got: bytes) -> float:
 
 
 def describe(dtype: str, shape: Sequence[int], expected: bytes, got: bytes) -> str:
-    """The differences in words: `3 of 8 values differ, first at [2]: 17, expected 12`; for floats the worst place."""
+    """The differences in words: `3 of 8 values differ, first at [2]: 17, expected 12`; for floats the largest difference."""
     if len(expected) != len(got):
         return f"{len(got)} bytes, expected {len(expected)}"
     parts = 2 if dtype.startswith("complex") else 1
@@ -50,7 +50,7 @@ def describe(dtype: str, shape: Sequence[int], expected: bytes, got: bytes) -> s
             if x == y or (x != x and y != y):
                 continue
             count += 1
-            distance = inf if is_exact(dtype) else _apart(x, y)  # the first of the furthest
+            distance = inf if is_exact(dtype) else _apart(x, y)  # infinite: keeps the first place
             if distance > worst[0]:
                 worst = distance, place, x, y
     if not count:
@@ -67,8 +67,8 @@ def describe(dtype: str, shape: Sequence[int], expected: bytes, got: bytes) -> s
 
 
 def _blocks(dtype: str, expected: bytes, got: bytes, *, alike: bool = False) -> Iterator[tuple[int, list[Any], list[Any]]]:
-    """(number of its first element, both lists of numbers) of every different block; with `alike` also of equal blocks except
-    zeros, with the same list twice."""
+    """Yields (number of its first element, both lists of numbers) of every different block; with `alike` also of equal blocks
+    except zeros, with the same list twice."""
     parts, zeros = 2 if dtype.startswith("complex") else 1, bytes(BLOCK)
     for begin in range(0, len(expected), BLOCK):
         one, other = expected[begin : begin + BLOCK], got[begin : begin + BLOCK]
@@ -78,7 +78,7 @@ def _blocks(dtype: str, expected: bytes, got: bytes, *, alike: bool = False) -> 
 
 
 def nearest(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """The (error, bound) nearest to its bound, or furthest beyond; (0, 0) without any."""
+    """The (error, bound) with the largest error in proportion to its bound; (0, 0) without pairs."""
     return max(pairs, key=lambda pair: pair[0] / pair[1] if pair[1] else (inf if pair[0] else -1.0), default=(0.0, 0.0))
 
 
@@ -97,7 +97,7 @@ def _distance(x: float, y: float) -> float:
 
 
 BLOCK = 1 << 16
-"""Bytes that are decoded or hashed at a time, a multiple of every element: 0.5 GB as Python's numbers would take 16."""
+"""Bytes that are decoded or hashed at a time, a multiple of every element. As Python numbers, 0.5 GB would take 16 GB."""
 
 STEP = 16  # elements per sample
 DIGEST = 16  # bytes of a block's SHA-256
@@ -111,7 +111,7 @@ def sample_count(elements: int) -> int:
 
 
 def place_of(sample: int, elements: int) -> int:
-    """The element of a sample."""
+    """The position of a sample's element."""
     first = sample * STEP
     return first + (sample * SPREAD >> 7) % min(STEP, elements - first)
 

@@ -19,7 +19,7 @@ TYPES: dict[str, Any] = {
 }  # fmt: skip  # dtypes of indices
 FAULTS = ("operation-refused", "driver-failed")  # errors of a replay if compiled code finds an index out of range
 HALF_DONE = ("operation-refused", "assertion-failed", "input-value")
-"""Errors in the middle of a call, whose writes stay, also where eager PyTorch checks first."""
+"""Errors in the middle of a call. Its earlier writes stay, also where eager PyTorch checks first."""
 
 WRITTEN = "; state that the call writes to may hold a part of it: reset() brings back what it held at first"
 
@@ -27,7 +27,7 @@ WRITTEN = "; state that the call writes to may hold a part of it: reset() brings
 def explained(
     error: CgbundleError, specs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], *, writes: bool
 ) -> CgbundleError:
-    """The error of a replay, or an input-value that names the first index out of range in an input on the CPU. `writes`: the call
+    """`error` of a replay, or an input-value that names the first index out of range in an input on the CPU. `writes`: the call
     changes state, which the hint mentions."""
     for spec, (address, shape, dtype, strides, device) in zip(specs, descriptors, strict=True):
         if error.code in FAULTS and spec.range and device is None and dtype in TYPES:
@@ -64,7 +64,7 @@ def _outside(
 
 
 def wrong_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], expected: int | None) -> CallError:
-    """The input-device of inputs on several devices, or on another than the program's."""
+    """The input-device error for inputs on several devices, or on another one than the program's."""
     for spec, (*_, device) in zip(inputs, descriptors, strict=True):
         if device is not None and device != expected:
             here = "the CPU" if expected is None else f"the CPU or CUDA device {expected}"
@@ -74,7 +74,7 @@ def wrong_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor]
 
 
 def wrong_dtype(spec: TensorSpec, dtype: str, *, written: bool) -> CallError:
-    """The input-dtype of an input; `written`: the model writes to it."""
+    """The input-dtype error for an input; `written`: the model writes to it."""
     hint = f"convert it to {spec.dtype} before the call"
     if written:
         hint += ": the model writes to it, so it is never cast"

@@ -1,4 +1,4 @@
-"""The interface of tensor libraries, and the library of a caller, who has imported it already."""
+"""The interface to tensor libraries, and the choice of the caller's, which is imported already."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Library(Protocol):
             if [type(value) for value in inputs] != kinds:
                 return None
             try:
-                taken = [take(value, "") for value in inputs]
+                checked = [take(value, "") for value in inputs]
             except CallError:
-                return None  # the slow path takes the input again, and names it
-            same = [descriptor[1:] for _, descriptor in taken] == layouts
-            return ([descriptor[0] for _, descriptor in taken], taken) if same else None
+                return None  # the slow path raises it again, with the input's name
+            same = [descriptor[1:] for _, descriptor in checked] == layouts
+            return ([descriptor[0] for _, descriptor in checked], checked) if same else None
 
         return like
 
@@ -97,7 +97,7 @@ def library_of(value: Any) -> Library:
 
 
 def _library(module: str, name: str) -> Callable[..., Library]:
-    from importlib import import_module  # of the library that is used
+    from importlib import import_module  # only the used library is imported
 
     library: Callable[..., Library] = getattr(import_module(f".{module}", __package__), name)
     return library

@@ -1,4 +1,4 @@
-"""Numbers of tensors as Python's: decoded, encoded, cast without loss, printed. A cast is safe where NumPy calls it so
+"""Elements of tensors as Python numbers: decoded, encoded, cast without loss, printed. A cast is safe if NumPy says so
 (`numpy.can_cast`), except (u)int64 to float64 and complex128, which lose digits. Pure."""
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _e4m3fn(byte: int) -> float:
 
 
 def is_safe(source: str, target: str) -> bool:
-    """Whether every value of `source` has an equal one of `target`."""
+    """Whether dtype `target` has every value of dtype `source`."""
     if source == target or source not in DTYPES:
-        return source == target  # others are a library's own
+        return source == target  # a dtype that only the caller's library has
     if target in PARTS or source in PARTS:
         return target in PARTS and is_safe(PARTS.get(source, source), PARTS[target])
     if target in _INTEGERS:
@@ -71,23 +71,23 @@ def is_safe(source: str, target: str) -> bool:
 
 
 def encoded(numbers: list[Any], dtype: str) -> bytes:
-    """Little-endian bytes of numbers that `dtype` has; complex ones as their two parts."""
+    """Little-endian bytes of numbers that `dtype` can represent; complex ones come as two parts."""
     if dtype in _ARRAYS:
         return array.array(_ARRAYS[dtype], numbers).tobytes()
     if dtype == "float16":
         return struct.pack(f"<{len(numbers)}e", *numbers)
     if dtype == "bfloat16":  # the upper halves of float32
         return array.array("H", array.array("H", encoded(numbers, "float32"))[1::2]).tobytes()
-    return bytes([_ONE[dtype] if number else 0 for number in numbers])  # float8: no other dtype than bool fits
+    return bytes([_ONE[dtype] if number else 0 for number in numbers])  # float8: only casts from bool are lossless
 
 
 # --- printing -------------------------------------------------------------------------------------------------------
 
 Number = bool | int | float | complex
 
-FEW = 16  # up to this number all are shown
+FEW = 16  # up to this number of elements all are shown
 EDGES = ((3, 3), (1, 1), (1, 0))
-"""For more: numbers shown at both ends of the last axis, the one before it, and the others."""
+"""For more: how many are shown at both ends of the last axis, of the one before it, and of the others."""
 
 
 def values(shape: Sequence[int], strides: Sequence[int], read: Callable[[int], Number]) -> str:

@@ -30,7 +30,7 @@ class Numpy(Library):
         elif type(value) is not array:
             if isinstance(value, self.module.ma.MaskedArray):
                 raise CallError("input-kind", f"input {name!r}: expected an array without a mask, got {kind_of(value)}")
-            value = self.module.asarray(value)  # a class of the caller's may say of itself what is not so
+            value = self.module.asarray(value)  # a subclass may override attributes with wrong values
         if not value.dtype.isnative:
             raise CallError("input-kind", f"input {name!r}: expected native byte order, got dtype {value.dtype.str}")
         return value, self.describe(value)
@@ -45,7 +45,7 @@ class Numpy(Library):
 
     def strides(self, value: Any) -> Sequence[int]:
         size = value.dtype.itemsize
-        # a stride that is no whole number of elements (a field of a structured array) never looks dense: -1
+        # -1, which is never dense, for a stride that is no multiple of the element (a field of a structured array)
         return tuple([stride // size if stride % size == 0 else -1 for stride in value.strides])
 
     def byte_strides(self, value: Any) -> Sequence[int]:
@@ -71,7 +71,7 @@ class Numpy(Library):
 
     def as_strided(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
         size, at = DTYPES[dtype], value.__array_interface__["data"][0] + offset
-        # as elements without a type: those of `ml_dtypes` have no name in this interface
+        # as untyped elements: this interface has no names for the dtypes of `ml_dtypes`
         memory = _Borrowed()
         memory.owner, memory.__array_interface__ = value, {
             "version": 3, "data": (at, not value.flags.writeable), "typestr": f"|V{size}", "shape": tuple(shape),
@@ -128,7 +128,7 @@ class Cupy(Numpy):
 
 
 class _Borrowed:
-    """NumPy's array interface over memory of `owner`, which the array keeps."""
+    """NumPy's array interface over memory of `owner`, which the array keeps alive."""
 
     __array_interface__: dict[str, Any]
     owner: object

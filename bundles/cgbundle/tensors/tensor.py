@@ -24,14 +24,14 @@ class Tensor:
     def __init__(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, owner: Any, device: int | None = None
     ) -> None:
-        self.address = address  # one by one: every call makes some, and a tuple takes longer
+        self.address = address  # one by one: every call creates tensors, and unpacking a tuple takes longer
         self.dtype = dtype
         self.shape = tuple(shape)
         self.strides = dense(shape) if strides is None else tuple(strides)
         self.device = device
         self.owner = owner
         self._capsule: object = None
-        self._taken: tuple[Any, ...] | None = None  # by `DLPack.take`
+        self._taken: tuple[Any, ...] | None = None  # the result of `DLPack.take`
 
     @property
     def contiguous(self) -> bool:
@@ -59,7 +59,7 @@ class Tensor:
 
     def tobytes(self) -> bytes:
         """The bytes of the elements, row-major."""
-        _check_near(self)
+        _check_on_cpu(self)
         source = self if self.contiguous else self.clone()
         return ctypes.string_at(source.address, prod(self.shape) * DTYPES[self.dtype])
 
@@ -88,10 +88,10 @@ class Tensor:
         source = self.clone() if copy else self
         numpy = sys.modules.get("numpy")
         if numpy is not None and hasattr(source, "__array_interface__"):
-            return numpy.asarray(source).__dlpack__()  # lets go in C: see `capsules.export`
-        from .capsules import export  # few calls hand out tensors of ours
+            return numpy.asarray(source).__dlpack__()  # NumPy releases in C: see `capsules.export`
+        from .capsules import export  # few callers export these tensors
 
-        owner = source.owner  # not the tensor itself, which holds the capsule
+        owner = source.owner  # not the tensor itself, which refers to the capsule
         capsule = export(source.address, source.dtype, source.shape, source.strides, owner, source.__dlpack_device__())
         source._capsule = _Kept(capsule)
         return capsule
@@ -100,7 +100,7 @@ class Tensor:
         return (CPU, 0) if self.device is None else (CUDA, self.device)
 
     def __repr__(self) -> str:
-        """One line, with values where they lie in CPU memory: nobody waits for a GPU to see a tensor's name."""
+        """One line; with values if they are in CPU memory, because printing must not wait for a GPU."""
         if self.device is not None:
             return f"cgbundle.Tensor({_kind(self)})"
         from .numbers import values  # few tensors are printed
@@ -112,7 +112,7 @@ class Tensor:
 
 
 class _Kept:
-    """Releases a capsule in `__del__` (see `capsules.export`), for exported tensors only: an interrupt in `__del__` is lost."""
+    """Releases a capsule in `__del__` (see `capsules.export`). Only exported tensors have one: `__del__` loses interrupts."""
 
     __slots__ = ("capsule",)
 
@@ -142,8 +142,8 @@ def copy(target: Tensor, source: Tensor) -> None:
     """Copies between CPU tensors of one shape and dtype, in the longest runs that both layouts allow."""
     if target.shape != source.shape or target.dtype != source.dtype:
         raise ValueError(f"cannot copy {_kind(source)} into {_kind(target)}")
-    _check_near(target)
-    _check_near(source)
+    _check_on_cpu(target)
+    _check_on_cpu(source)
     size = DTYPES[target.dtype]
     if 0 in target.shape:
         return
@@ -168,7 +168,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype}, {list(tensor.shape)}, {place}"
 
 
-def _check_near(tensor: Tensor) -> None:
+def _check_on_cpu(tensor: Tensor) -> None:
     if tensor.device is not None:
         raise BufferError(f"cgbundle.Tensor({_kind(tensor)}) lies on a GPU: read and write it with torch.from_dlpack or the like")
 
@@ -176,7 +176,7 @@ def _check_near(tensor: Tensor) -> None:
 def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
     if not shape:
         return flat[0]
-    if len(shape) == 1:  # not element by element: a server does this for every answer
+    if len(shape) == 1:  # no loop over elements: a server does this for every answer
         return flat
     step = prod(shape[1:])
     return [_nest(flat[index * step : (index + 1) * step], shape[1:]) for index in range(shape[0])]
@@ -186,18 +186,18 @@ def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
 
 
 class DLPack(Library):
-    """Our own tensors; results return to another library through its `from_dlpack`."""
+    """Tensors of the runtime and of DLPack; results go to another library by its `from_dlpack`."""
 
     name = "dlpack"
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
         if isinstance(value, Tensor):
-            known = value._taken  # of a tensor that is given again nothing is asked again: a server's calls have eleven of them
-            if known is not None and (
-                known[0] is value.address and known[1] is value.shape and known[2] is value.dtype
-                and known[3] is value.strides and known[4] is value.device
+            cached = value._taken  # each tensor is checked once: a server passes the same eleven at every call
+            if cached is not None and (
+                cached[0] is value.address and cached[1] is value.shape and cached[2] is value.dtype
+                and cached[3] is value.strides and cached[4] is value.device
             ):  # fmt: skip
-                return value, known[5]
+                return value, cached[5]
             numbers = [value.address, *value.shape, *value.strides, *(() if value.device is None else (value.device,))]
             if value.dtype not in DTYPES or any([type(number) is not int for number in numbers]):
                 text = f"input {name!r}: a cgbundle.Tensor with an invalid dtype, address, shape, strides or device"
@@ -205,13 +205,13 @@ class DLPack(Library):
             if value.device is None:
                 check_place(value.address, value.dtype, value.shape, value.strides, name)
             descriptor = self.describe(value)
-            if type(value.shape) is type(value.strides) is tuple:  # which nobody changes in place
+            if type(value.shape) is type(value.strides) is tuple:  # nobody can change tuples in place
                 value._taken = (value.address, value.shape, value.dtype, value.strides, value.device, descriptor)
             return value, descriptor
-        from .capsules import read  # tensors of other libraries alone are read through these
+        from .capsules import read  # for tensors of other libraries only
 
-        taken = Tensor(*read(value, name))
-        return taken, self.describe(taken)
+        imported = Tensor(*read(value, name))
+        return imported, self.describe(imported)
 
     def describe(self, value: Tensor) -> Descriptor:
         return value.address, value.shape, value.dtype, None if value.contiguous else value.strides, value.device
@@ -252,7 +252,7 @@ class DLPack(Library):
         if value.device is None:
             return value.clone()
         size = max(1, span_of(value.dtype, value.shape, value.strides))
-        output = value.owner.copy_out(value.address, size, LEGACY_STREAM)  # of the runtime's own: no library copies it for us
+        output = value.owner.copy_out(value.address, size, LEGACY_STREAM)  # no library can copy the runtime's memory
         return Tensor(output.address, value.dtype, value.shape, value.strides, output, value.device)
 
     def cast(self, value: Tensor, dtype: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""torch.Tensor on the CPU or a GPU, without importing torch. Private of torch (2.11, 2.13), with public fallbacks:
+"""torch.Tensor on the CPU or a GPU, without importing torch. Private in torch (2.11, 2.13), with public fallbacks:
 `torch._C._cuda_getCurrentRawStream`, `torch._C._dynamo.guards.TensorGuards`."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Torch(Library):
         self.module = module
         self.names: dict[Any, str] = {}
         self._tensor, self._strided, self._empty_like = module.Tensor, module.strided, module.empty_like
-        # what torch's own generated code calls: the public way makes a Stream object, 3 us a call
+        # the function that torch's generated code calls: the public one creates a Stream object, 3 us a call
         self.stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream  # type: ignore[method-assign]
-        # what a compiled function asks of its inputs: type, dtype, device, layout, sizes and strides in one call
+        # the guards of torch.compile, which check type, dtype, device, layout, sizes and strides in one call
         self._guards = getattr(getattr(getattr(module._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
@@ -31,7 +31,7 @@ class Torch(Library):
         if value.layout is not self._strided:
             raise CallError("input-kind", f"input {name!r}: expected a dense tensor, got layout {value.layout}")
         if value.is_neg() or value.is_conj():
-            value = value.resolve_conj().resolve_neg()  # lazy: the memory holds other numbers
+            value = value.resolve_conj().resolve_neg()  # lazy: the memory has the values before the operation
         if value.requires_grad:
             value = value.detach()
         try:
@@ -124,8 +124,8 @@ class Torch(Library):
         return value.clone(memory_format=self.module.contiguous_format)
 
     def empty_like(self, value: Any) -> tuple[Any, int]:
-        room = self._empty_like(value)  # torch's `clone` asks more of the dispatcher than this and the driver's copy take
-        return room, room.data_ptr()
+        tensor = self._empty_like(value)  # this and the driver's copy take less time than torch's `clone`
+        return tensor, tensor.data_ptr()
 
     def cast(self, value: Any, dtype: str) -> Any:
         return value.to(getattr(self.module, dtype))

@@ -1,4 +1,4 @@
-"""Every invariant of a bundle. `contents.check_loaded` is what a load checks, and all checks are in `bundle.check_bundle`."""
+"""Every invariant of a bundle. `contents.check_loaded` has the checks of a load, `bundle.check_bundle` all checks."""
 
 from __future__ import annotations
 

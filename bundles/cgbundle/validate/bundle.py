@@ -46,12 +46,12 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
 
 
 def strays(bundle: Archive) -> list[BundleError]:
-    """A file-damaged for each file, link and folder that the manifest does not list, except its own signature. Unknown folders are
-    not entered."""
+    """A file-damaged error for each file, link and folder that the manifest does not list, except its signature. Unknown folders
+    are not entered."""
     named = {file_names.MANIFEST, file_names.SIGNATURE, *[file.path for file in bundle.manifest.files]}
     known = {*file_names.OWN_FOLDERS, *[folder for name in named for folder in file_names.folders(name)]}
     problems, waiting = [], [""]
-    for folder in waiting:  # grows while it is walked
+    for folder in waiting:  # the loop appends to it
         with os.scandir(bundle.folder(folder)) as rows:
             for row in rows:
                 name, is_folder = f"{folder}/{row.name}".removeprefix("/"), row.is_dir(follow_symlinks=False)
@@ -133,7 +133,7 @@ def _check_alike(manifest: Manifest, first: Manifest, number: int) -> None:
 
 
 def _check_exchanges(bundle: Archive, first: Archive) -> None:
-    """At every int_key two ranks exchange the same data in the same order: a kernel waits for its match on the other ranks."""
+    """At every int_key two ranks exchange the same data in the same order: a kernel waits for those of the other ranks."""
     from ..tables.collectives import exchanges
     from ..tables.table import Table
 

@@ -1,4 +1,4 @@
-"""Checks of the files beside the manifest: weights, recordings, host code. `check_loaded` is all that a load checks."""
+"""Checks of the files beside the manifest: weights, recordings, host code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[We
 
 def check_tables(bundle: Archive) -> None:
     """Raises table-invalid unless recordings and module states are valid, and each recording has its program's int_key."""
-    from ..tables.table import Table  # late: a cpu bundle has no tables
+    from ..tables.table import Table  # a cpu bundle has no tables
     from .programs import check_overwrites, check_targets, check_untouched, donated_by_others, writable
     from .recordings import PEER, check_recording, check_states
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 LARGEST_ALIGNMENT = 256  # torch's allocator aligns to 512; no kernel is known to need more than this
 USED = tuple([MEMORIES.index(name) for name in ("weights", "inputs", "arena")])
-"""Memories of such recordings: tables of libraries, the engine's tensors, temporaries of the graphs."""
+"""Memories that these recordings use: tables of libraries, the engine's tensors, temporaries of the graphs."""
 
 
 def check_engine(manifest: Manifest) -> None:
     """Raises manifest-invalid unless the engine's graphs and tensors are valid, and the bundle has nothing else."""
     engine = manifest.engine
-    assert engine is not None  # whoever calls this has looked
+    assert engine is not None  # the caller has checked
     require(manifest.target.kind == "cuda", "target.kind", "an engine's graphs are for a GPU")
     for field in ("entries", "regions", "random", "frozen", "state_dimensions", "donations", "donated", "allowed", "world"):
         require(getattr(manifest, field) in ((), None), field, "of a bundle of an engine's graphs")
@@ -79,7 +79,7 @@ def check_engine_tables(bundle: Archive) -> None:
 
 
 def checked_table(bundle: Archive, position: int, images: Set[str]) -> Table:
-    """The checked recording of graph `position`; `images`: the bundle's. Raises table-invalid or relocation-invalid."""
+    """The checked recording of graph `position`; `images`: kernel images. Raises table-invalid or relocation-invalid."""
     from ..tables.table import Table
     from .recordings import check_recording
 

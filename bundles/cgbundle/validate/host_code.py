@@ -1,5 +1,5 @@
-"""The rows of the bundle that a shared object was compiled for, appended behind the ELF object and compared by readers.
-AOTInductor's objects do not tell the shapes that they were compiled for; with other rows they would access memory out of bounds."""
+"""The manifest rows that a shared object was compiled for, appended to the ELF object. Readers compare them: AOTInductor's objects
+do not have the shapes that they were compiled for, and with others they would access memory out of bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WEIGHT, _VALUE = [attrgetter(*[name for name in members(record) if name not in 
 
 def described(manifest: Manifest, region: int) -> bytes:
     """The rows that the code of a host region depends on, as canonical JSON."""
-    # of the entry that runs it; of the first if none does
+    # the entry that runs the region, else the first entry
     entry = next((entry for entry in manifest.entries if region in host_regions(entry)), manifest.entries[0])
     calls = []
     for program in entry.programs:
@@ -41,7 +41,7 @@ def described(manifest: Manifest, region: int) -> bytes:
 
 
 def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Writes the rows behind every shared object of the bundle in `folder`, replacing earlier ones. The files' hashes change."""
+    """Appends the rows to every shared object of the bundle in `folder`, replacing earlier ones. The files' hashes change."""
     for index, region in enumerate(manifest.regions):
         if region.file:
             text = described(manifest, index)

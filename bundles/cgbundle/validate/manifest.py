@@ -50,7 +50,7 @@ def check_manifest(manifest: Manifest) -> None:
         check_donations(manifest)
         if manifest.state_dimensions:
             check_state_dimensions(manifest)
-    owners: dict[int, str] = {}  # a shared object, or the graphs of a recording, were compiled for one entry's signature
+    owners: dict[int, str] = {}  # a shared object or a recording is compiled for the signature of one entry
     for entry in manifest.entries:
         for region in host_regions(entry):
             owner = owners.setdefault(region, entry.name)
@@ -214,8 +214,8 @@ def _check_chunks(entry: EntrySpec) -> None:
 
 
 def _check_data_sizes(entry: EntrySpec) -> None:
-    """Axes are unique, and counts are scalar int64 after the model's outputs. Calls are not padded or chunked, which would enlarge
-    what is selected from."""
+    """Axes are unique; counts are scalar int64 after the model's outputs. Calls are not padded or chunked: that changes the
+    data."""
     rows, outputs = entry.data_sizes, entry.outputs
     places = [(row.output, row.axis) for row in rows]
     require(places == sorted(set(places)), "data_sizes", "not ascending, or an axis stands twice")
@@ -252,7 +252,7 @@ def check_memories(manifest: Manifest) -> None:
 
 
 def check_world(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless a bundle of one of several ranks is for GPUs, with a part of memory peer for each rank."""
+    """Raises manifest-invalid unless a rank's bundle is for GPUs, with a part of memory peer for each rank."""
     peer = dict(manifest.memories).get("peer")
     world = manifest.world
     if world is None:
@@ -282,7 +282,7 @@ def check_weight_rows(manifest: Manifest) -> None:
         require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
         require(not weight.zeros or weight.memory == STATE, f"{where}.zeros", "of a weight that is no state")
         if weight.memory == STATE:
-            continue  # check_state does
+            continue  # `check_state` checks it
         if manifest.target.kind == "cpu":
             require(weight.memory == "weights", f"{where}.memory", "a weight of the cpu target beside its memory")
             require(weight.offset == 0, f"{where}.offset", "a weight of the cpu target lies where the file has it")

@@ -91,7 +91,7 @@ def _check_lowerings(program: Program, where: str) -> None:
 
 
 def _check_inputs(target: str, program: Program, where: str) -> None:
-    """Every input is a value of its own. On a GPU they do not overlap in memory `inputs`; on a CPU all values are the call's."""
+    """Inputs are different values. On a GPU they do not overlap in memory `inputs`; on a CPU all values are inputs or outputs."""
     if target == "cpu":
         whole = sorted((*program.inputs, *program.outputs)) == list(range(len(program.values)))
         require(whole, f"{where}.values", "of a cpu program each is one input or one output of the call")
@@ -99,7 +99,7 @@ def _check_inputs(target: str, program: Program, where: str) -> None:
     ranges = []
     for place, index in enumerate(program.inputs):
         value = program.values[index]
-        if span(value):  # an input without elements has no place
+        if span(value):  # an input without elements has no address
             require(value.memory == "inputs", f"{where}.inputs[{place}]", f"lies in memory {value.memory}, not in inputs")
             ranges.append((*extent(value), f"{where}.inputs[{place}]"))
     require(len(set(program.inputs)) == len(program.inputs), f"{where}.inputs", "a value stands twice")
@@ -179,10 +179,10 @@ def _check_sides(program: Program, where: str) -> None:
 def check_order(
     program: Program, where: str, aliases: Mapping[int, Alias] = MappingProxyType({}), changed: Collection[int] = ()
 ) -> None:
-    """Raises manifest-invalid unless every step, and the call in the end, reads what was written before: inputs, weights, state, or
-    outputs of earlier steps. Every value is written once, inputs by no step, and copies leave weights and inputs as they are.
-    Copies may overwrite whole inputs at the positions `changed`, which no later step reads. `aliases`, by output, need written
-    bases."""
+    """Raises manifest-invalid unless every step, and the call's outputs, read what was written before: inputs, weights, state, or
+    outputs of earlier steps. No step writes an input, or a value of another step. Copies do not write to weights, nor to inputs
+    except whole ones at the positions `changed`, which no later step may read. If an output in `aliases` shares memory with another
+    output, that must be written."""
     call_inputs = set(program.inputs)
     written = call_inputs | {index for index, value in enumerate(program.values) if value.memory in PERSISTENT}
     writers: dict[int, int] = {}
@@ -250,37 +250,37 @@ def _check_memory(program: Program, rows: list[tuple[int, int, int, int, int]], 
     current values sorted by writing step. While no error is found, each value is dead before the next one is written, so that a new
     value is compared with its two neighbours only."""
     writers: list[int] = []
-    lying: dict[int, list[tuple[int, int, int]]] = {}  # by writer: (-last step that reads, end, index), a heap
+    live: dict[int, list[tuple[int, int, int]]] = {}  # by writer: (-last step that reads, end, index), a heap
 
-    def lies(at: int, begin: int) -> bool:
+    def is_live(at: int, begin: int) -> bool:
         """Whether writer number `at` still has a value at `begin`; removes it otherwise."""
-        heap = lying[writers[at]]
+        heap = live[writers[at]]
         while heap and heap[0][1] <= begin:
             heappop(heap)
         if not heap:
-            del lying[writers.pop(at)]
+            del live[writers.pop(at)]
         return bool(heap)
 
     for begin, end, writer, reader, index in sorted(rows):
         at = bisect_left(writers, writer)
-        while at and not lies(at - 1, begin):
+        while at and not is_live(at - 1, begin):
             at -= 1
-        if at and (last := -lying[writers[at - 1]][0][0]) > writer:
-            _refuse(program, where, writer, index, lying[writers[at - 1]][0][2], last)
-        while at < len(writers) and not lies(at, begin):
+        if at and (last := -live[writers[at - 1]][0][0]) > writer:
+            _refuse(program, where, writer, index, live[writers[at - 1]][0][2], last)
+        while at < len(writers) and not is_live(at, begin):
             pass
         if at < len(writers) and writers[at] == writer:
             if program.steps[writer].kind != "graph":
-                _refuse_own(where, writer, index, lying[writer][0][2])
+                _refuse_own(where, writer, index, live[writer][0][2])
             at += 1
-            while at < len(writers) and not lies(at, begin):
+            while at < len(writers) and not is_live(at, begin):
                 pass
         if at < len(writers) and reader > writers[at]:
-            _refuse(program, where, writers[at], lying[writers[at]][0][2], index, reader)
-        if writer not in lying:
-            lying[writer] = []
+            _refuse(program, where, writers[at], live[writers[at]][0][2], index, reader)
+        if writer not in live:
+            live[writer] = []
             insort(writers, writer)
-        heappush(lying[writer], (-reader, end, index))
+        heappush(live[writer], (-reader, end, index))
 
 
 def _refuse_own(where: str, writer: int, index: int, other: int) -> NoReturn:
@@ -294,8 +294,8 @@ def _refuse(program: Program, where: str, writer: int, index: int, other: int, r
 
 
 def check_overwrites(program: Program, place: int, table: Table) -> None:
-    """Raises table-invalid if the recording of step `place` uses values that a later step needs: a kernel argument that points into
-    one that is not the step's own, or a memset or memcpy over one. Needs `check_recording`."""
+    """Raises table-invalid if the recording of step `place` uses a value that a later step needs: if a memset or memcpy writes over
+    it, or a kernel argument points into it and it is not the step's. Needs `check_recording`."""
     last, step = _last_reads(program), program.steps[place]
     before = {index for earlier in program.steps[:place] for index in earlier.outputs}
     alive = [index for index in before if last.get(index, -1) > place]
@@ -322,7 +322,7 @@ def changed_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, int, i
 
 def writable(manifest: Manifest, entry: EntrySpec, program: Program) -> Cover:
     """What recordings of the program may write to outside the arena: state and inputs that calls change, and values that copy steps
-    put into memory inputs (by `check_order` not over inputs that stay unchanged)."""
+    put into memory inputs (`check_order`: over no unchanged input)."""
     chosen = [program.inputs[index] for index in entry.mutated_inputs]
     chosen += [index for step in program.steps if step.kind == "copy" for index in step.outputs]
     values = [program.values[index] for index in chosen]

@@ -270,8 +270,8 @@ BODIES = {IF: (1, 2), WHILE: (1, 1), SWITCH: (1, 256)}
 
 def check_conditionals(table: Table) -> None:
     """Raises table-invalid unless every body belongs to one earlier node, and every condition is set. One kernel of the graph sets
-    the condition directly before the node, one of a loop's body sets it for the next turn. No other kernel has the handle: its
-    effect in another graph is undefined."""
+    the condition directly before the node, one in a loop's body for the next iteration. No other kernel has the handle: its effect
+    in another graph is undefined."""
     setters = _setters(table)
     nodes = [position for position, kind in enumerate(table.kind) if kind == CONDITIONAL]
     if not nodes and not setters:

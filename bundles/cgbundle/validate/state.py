@@ -45,9 +45,9 @@ def check_state(manifest: Manifest) -> None:
 
 
 def check_state_dimensions(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless state with a variable number of rows is behind all other state, starts as zeros, and no value
-    of a program, alias or rank is part of it. Needs `check_state`."""
-    weights, names, taken = manifest.weights, [row.name for row in manifest.state_dimensions], set[int]()
+    """Raises manifest-invalid unless state with a variable number of rows comes after all other state, starts as zeros, and is part
+    of no program value or alias. Ranks must not have it. Needs `check_state`."""
+    weights, names, varying = manifest.weights, [row.name for row in manifest.state_dimensions], set[int]()
     require(len(set(names)) == len(names) and "" not in names, "state_dimensions", f"unnamed, or one stands twice: {names}")
     require(manifest.world is None, "world", "of a model whose state has any number of rows")
     counts = [row.count for row in manifest.state_dimensions if row.count is not None]
@@ -57,9 +57,9 @@ def check_state_dimensions(manifest: Manifest) -> None:
         known = all(index < len(weights) and weights[index].memory == STATE for index in chosen)
         require(known and bool(row.weights), where, "is of weights that are no state")
         require(row.weights == tuple(sorted({*row.weights})), f"{where}.weights", "not ascending, or one stands twice")
-        others = taken | {manifest.random, *counts}
+        others = varying | {manifest.random, *counts}
         require(others.isdisjoint(row.weights), f"{where}.weights", "one has a number of rows already, or is one")
-        taken |= set(row.weights)
+        varying |= set(row.weights)
         least = [(*weights[index].shape, 0)[0] for index in row.weights]
         require(
             0 < min(least) == max(least) <= limits.STATE_ROWS, f"{where}.weights", f"have {sorted({*least})} rows, not all as many"
@@ -73,14 +73,14 @@ def check_state_dimensions(manifest: Manifest) -> None:
             kept = weights[row.count]
             fits = (kept.dtype, kept.shape) == ("int64", (1,)) and row.count != manifest.random and not kept.zeros
             require(fits and counts.count(row.count) == 1, f"{where}.count", f"{kept.name!r} is no number of rows")
-    begin = min(weights[index].offset for index in taken)
+    begin = min(weights[index].offset for index in varying)
     for index, weight in enumerate(weights):
-        before = weight.memory != STATE or index in taken or weight.offset + span(weight) <= begin
+        before = weight.memory != STATE or index in varying or weight.offset + span(weight) <= begin
         require(before, f"weights[{index}].offset", "lies behind state that has any number of rows")
     for number, entry in enumerate(manifest.entries):
         at = f"entries[{number}]"
         require(not set(counts) & {*entry.mutated_buffers}, f"{at}.mutated_buffers", "a number of rows, which calls read")
-        aliased = any(alias.memory == STATE and alias.index in taken | set(counts) for alias in entry.aliases)
+        aliased = any(alias.memory == STATE and alias.index in varying | set(counts) for alias in entry.aliases)
         require(not aliased, f"{at}.aliases", "an output is a part of state that has any number of rows")
         for place, program in enumerate(entry.programs):
             inside = any(value.memory == STATE and extent(value)[1] > begin for value in program.values)
@@ -88,8 +88,8 @@ def check_state_dimensions(manifest: Manifest) -> None:
 
 
 def check_rows_of_recording(manifest: Manifest, table: Table) -> None:
-    """Raises table-invalid if a recording accesses state with variable rows other than by kernels with the address of one of the
-    minimum rows."""
+    """Raises table-invalid if a memset or memcpy accesses state with variable rows, relocation-invalid if a kernel has an address
+    behind its minimum rows."""
     varying = [manifest.weights[index] for dimension in manifest.state_dimensions for index in dimension.weights]
     ends = sorted([(weight.offset, weight.offset + span(weight)) for weight in varying])
     begin, state = ends[0][0], MEMORIES.index(STATE)
@@ -114,7 +114,7 @@ def check_changes(manifest: Manifest, entry: EntrySpec) -> None:
 
 
 def check_aliases(manifest: Manifest, entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless each alias has its own output, and shares with something that is no alias."""
+    """Raises manifest-invalid if two aliases have the same output, or one shares memory with another alias."""
     outputs = [alias.output for alias in entry.aliases]
     require(outputs == sorted(set(outputs)), "aliases", "not ascending, or an output stands twice")
     counts = {"inputs": len(entry.inputs), "outputs": len(entry.outputs)}
@@ -172,8 +172,8 @@ def check_donations(manifest: Manifest) -> None:
             0 <= donation.output < len(source.outputs), f"{where}.output", f"{donation.source!r} has no output {donation.output}"
         )
         require(0 <= donation.input < len(target.inputs), f"{where}.input", f"{donation.target!r} has no input {donation.input}")
-        output_spec, taken = source.outputs[donation.output], target.inputs[donation.input]
-        require(output_spec.dtype == taken.dtype, where, f"an output of dtype {output_spec.dtype}, that input takes {taken.dtype}")
+        output, wanted = source.outputs[donation.output], target.inputs[donation.input]
+        require(output.dtype == wanted.dtype, where, f"an output of dtype {output.dtype}, that input takes {wanted.dtype}")
         shared = any(alias.output == donation.output and alias.memory != "outputs" for alias in source.aliases)
         require(not shared, f"{where}.output", "shares memory with an input, a weight or state")
         require(donation.input not in target.mutated_inputs, f"{where}.input", "calls write to it")
@@ -181,12 +181,12 @@ def check_donations(manifest: Manifest) -> None:
         require(not sized, f"{where}.output", "has a size that depends on data")
     total = 0
     for place, donation in enumerate(donations):
-        makers, takers = entries[donation.source].programs, entries[donation.target].programs
-        total += len(makers) + len(takers)
+        sources, targets = entries[donation.source].programs, entries[donation.target].programs
+        total += len(sources) + len(targets)
         require(total <= limits.CHAINED, "donations", f"{total} programs, more than the limit of {limits.CHAINED} in all")
-        made_as = Counter([layout(program.values[program.outputs[donation.output]]) for program in makers])
-        taken_as = Counter([layout(program.values[program.inputs[donation.input]]) for program in takers])
-        pairs = sum(count * taken_as[memory_layout] for memory_layout, count in made_as.items())
+        source_layouts = Counter([layout(program.values[program.outputs[donation.output]]) for program in sources])
+        target_layouts = Counter([layout(program.values[program.inputs[donation.input]]) for program in targets])
+        pairs = sum(count * target_layouts[memory_layout] for memory_layout, count in source_layouts.items())
         require(pairs > 0, f"donations[{place}]", "output and input are laid out alike at no int_keys")
         total += pairs
         require(total <= limits.CHAINED, "donations", f"{total} pairs of programs, more than the limit of {limits.CHAINED} in all")

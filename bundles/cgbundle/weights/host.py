@@ -1,4 +1,4 @@
-"""Weights and initial state in memory of this process: in the mapped file, or where an update put them."""
+"""Weights and initial state in memory of this process: in the mapped file, or in memory that an update allocated."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class InitialState:
 SHARE, HOST_SHARE = 0.9, 0.5
 """Shares of the free memory that state takes by default: a GPU needs some for graphs and outputs, a host for other processes."""
 
-PAD = 256  # unused bytes behind the last row of state on a GPU
+PAD = 256  # unused bytes after the last row of state on a GPU
 
 
 class Room(NamedTuple):
@@ -132,7 +132,7 @@ def resized(manifest: Manifest, requested: Mapping[str, int], room: Room) -> Man
             raise CallError("state-rows", text)
     if unspecified := [dimension for dimension in dimensions if dimension.name not in requested]:
         sizes = {row.name: sum(span(weights[at]) // weights[at].shape[0] for at in row.weights) for row in dimensions}
-        _, others = _laid_out(manifest, rows)  # the bytes of the numbers above
+        _, others = _laid_out(manifest, rows)  # bytes of state with these rows
         rows |= _shared(unspecified, rows, sizes, int(room.free * room.share) - others)
     laid_out, size = _laid_out(manifest, rows)
     if size > room.free:
@@ -173,7 +173,7 @@ class Relocation:
 def _shared(
     dimensions: Sequence[StateDimension], least: Mapping[str, int], bytes_of: Mapping[str, int], free: int
 ) -> dict[str, int]:
-    """Rows of each dimension from `free` bytes beside the minimum: equal parts, unneeded bytes go to the others."""
+    """Rows of each dimension, with `free` bytes for rows above the minimum: equal parts, unneeded bytes go to the others."""
 
     def needed(dimension: StateDimension) -> float:
         return inf if dimension.most is None else (dimension.most - least[dimension.name]) * bytes_of[dimension.name]
@@ -188,7 +188,7 @@ def _shared(
 
 
 def _laid_out(manifest: Manifest, rows: Mapping[str, int]) -> tuple[tuple[Weight, ...], int]:
-    """The weights with these rows of state, in the bundle's order, behind fixed state; and the bytes of all state."""
+    """The weights with these rows of state, in the bundle's order, after fixed state; and the bytes of all state."""
     weights = list(manifest.weights)
     number_of = {at: rows[dimension.name] for dimension in manifest.state_dimensions for at in dimension.weights}
     order = sorted(number_of, key=lambda at: weights[at].offset)

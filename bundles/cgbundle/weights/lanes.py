@@ -1,6 +1,6 @@
-"""Reads by glibc's threads (POSIX asynchronous I/O, aio(7)), and uploads of weights. glibc reads sequentially per descriptor, in
-parallel for several: one lane each. Its threads never wait for the interpreter's lock: of 16 GB in the page cache twelve Python
-threads read 33 GB/s on the host of an H100, glibc's 45 (tests/gpu/REPORT.md)."""
+"""Uploads weights that glibc's threads read (POSIX asynchronous I/O, aio(7)). glibc reads sequentially per descriptor, several in
+parallel: a lane has one. Its threads never wait for the interpreter's lock: on the host of an H100 they read 16 GB in the page
+cache at 45 GB/s, twelve Python threads at 33 (tests/gpu/REPORT.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..format.file_names import WEIGHTS
 from .reads import Piece, place
 
 MOST = 20  # glibc's default number of threads per process
-PATIENCE = 100_000_000  # nanoseconds of a wait
+PATIENCE = 100_000_000  # longest wait in nanoseconds
 NO_SIGNAL = 1  # SIGEV_NONE
 
 
@@ -45,7 +45,7 @@ class _Functions(NamedTuple):
 
 @cache
 def _functions() -> _Functions | None:
-    """None without glibc, or for old versions."""
+    """glibc's functions; None without it, or in old versions."""
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -69,12 +69,13 @@ def available() -> bool:
 
 
 class AsyncReads:
-    """Reads of an open file (`name` for errors) by `lanes` threads. Target memory must stay valid until `close`. For one thread."""
+    """Reads of an open file (`name` for errors) by `lanes` threads. Target memory must stay valid until `close`. Not
+    thread-safe."""
 
     def __init__(self, file: int, lanes: int, name: str = WEIGHTS) -> None:
         functions = _functions()
         if functions is None:
-            raise RuntimeError("no asynchronous reads here")  # `available` says so
+            raise RuntimeError("no asynchronous reads here")  # callers ask `available` first
         self._call, self._name = functions, name
         self._files = [os.dup(file) for _ in range(min(lanes, MOST))]
         self._queues: list[deque[_Block]] = [deque() for _ in self._files]
@@ -126,8 +127,8 @@ class AsyncReads:
 
 
 Reading = tuple[Slot, Sequence[Piece]]
-"""A lane's read, and its slot; the other slot is being sent. On an H200's host twelve lanes of 4 MB sent 45 to 47 GB/s; three slots
-of 2 MB 42 to 45, because this thread has twice as much to do (a C program: 51)."""
+"""A lane's slot that is being read into, and its pieces; its other slot is being sent. On an H200's host twelve lanes of 4 MB sent
+45 to 47 GB/s. Three slots of 2 MB: 42 to 45, because this thread does twice as much (a C program: 51)."""
 
 
 def send_by_lanes(
@@ -137,9 +138,9 @@ def send_by_lanes(
     """Reads every group, of at most `chunk` bytes, and passes it to `send`; yields after each. The second slots are pinned while
     the first are read into. `cleanup` waits until all has been sent. Raises as `reads` does, driver-failed."""
     lanes, waiting, query = range(reads.lanes), iter(groups), cu.held("cuStreamQuery")
-    width = -(-chunk * reads.lanes // HUGE) * HUGE  # what is pinned at a time shares no page with the next
+    width = -(-chunk * reads.lanes // HUGE) * HUGE  # the two parts are pinned separately, and must not share a page
     memory = staging(width * 2, cleanup, pages=True)
-    cleanup.callback(reads.close)  # before the memory goes
+    cleanup.callback(reads.close)  # before the memory is freed
 
     def pinned(row: int) -> list[Slot]:
         half = memory[row * width :][:width]

@@ -1,6 +1,6 @@
-"""Reads of a file of weights by several threads, from the page cache or from the disk. The cached part is read with RWF_NOWAIT; for
-the rest readahead is requested: eight threads with own reads got 0.2 GB/s of a disk that has 1.2. A file above half of the
-machine's memory would push everything out of the cache: it is read with O_DIRECT, or its pages are dropped."""
+"""Reads a file of weights by several threads, from the page cache or from the disk. The cached part is read with RWF_NOWAIT. For
+the rest readahead is requested: eight threads without it got 0.2 GB/s from a disk that has 1.2. A file above half of the machine's
+memory would evict everything else from the cache: it is read with O_DIRECT, or its pages are dropped."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..format.file_names import WEIGHTS
 
 ALIGNMENT = 4096  # bytes: unit of offsets, lengths and addresses of direct reads
 STEP = 512 << 10  # bytes of a request for readahead; the system drops more than a device takes at once
-SAMPLES = 64  # random places of a large file that are tested for the page cache; a test may load its page
+SAMPLES = 64  # random positions at which a large file is tested for the page cache; a test may load the page
 
 
 class Piece(NamedTuple):
-    """`size` bytes at `begin` of a file that belong at `target` of memory weights."""
+    """`size` bytes at `begin` of a file, for `target` of memory weights."""
 
     begin: int
     size: int
@@ -39,7 +39,7 @@ class WeightReader:
 
     def __init__(self, file: int, *, aligned: bool, name: str = WEIGHTS) -> None:
         self._file, self._name, self.cold = file, name, False
-        self._direct, self._drop = -1, False  # a second descriptor; whether to drop pages behind the reading
+        self._direct, self._drop = -1, False  # a descriptor for direct reads; whether to drop pages after reads
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if 2 * os.fstat(file).st_size <= memory or is_cached(file):
             return
@@ -49,8 +49,8 @@ class WeightReader:
                 self._direct, self._drop = _reopened(file, os.O_DIRECT), False
 
     def read(self, view: memoryview, begin: int, size: int) -> int:
-        """Reads `size` bytes at `begin` into the view, which has room up to multiples of ALIGNMENT; returns their start in the
-        view. Raises weights-invalid at the end of the file, OSError."""
+        """Reads `size` bytes at `begin` into the view, which has room for the aligned range; returns their start in the view.
+        Raises weights-invalid at the end of the file, OSError."""
         if self._direct >= 0 and not self._drop:
             lead = begin % ALIGNMENT
             length = -(-(lead + size) // ALIGNMENT) * ALIGNMENT
@@ -59,7 +59,7 @@ class WeightReader:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._drop = True  # a file system that opens the file so, and cannot read it
+                self._drop = True  # a file system that allows O_DIRECT at open, but not at reads
             else:
                 return lead
         done = 0
@@ -103,7 +103,7 @@ def is_cached(file: int) -> bool:
     except OSError:
         return False
     try:
-        os.posix_fadvise(other, 0, 0, os.POSIX_FADV_RANDOM)  # a try must not read what lies around it
+        os.posix_fadvise(other, 0, 0, os.POSIX_FADV_RANDOM)  # a test must not start readahead
         size, cached, numbers = os.fstat(other).st_size, 0, os.urandom(8 * SAMPLES)
         for start in range(0, len(numbers), 8):
             with suppress(BlockingIOError):

@@ -1,5 +1,5 @@
-"""New weights for a loaded program, from safetensors files, another bundle, or tensors. Files are read, never mapped: writes or
-truncation of a mapped file would change or end a process that serves."""
+"""New weights for a loaded program, from safetensors files, another bundle, or tensors. Files are read, never mapped: a write to a
+mapped file would change weights in use, truncation would end the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..tensors.tensor import DLPack, Tensor, empty
 from ..validate.manifest import BAKED, CONSTANT, FOLDED
 
 INDEX = ".index.json"  # suffix of the index of a sharded checkpoint, as on the Hugging Face Hub
-PLAIN = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # by bytes, a dtype that every library has
+PLAIN = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # by bytes of an element, a dtype that every library has
 
 
 class OpenFile:
@@ -86,7 +86,7 @@ class Contents(NamedTuple):
             memory = empty("uint8", (self.bytes,))
             self.file.read(self.begin, self.bytes, memory.address)
             library, value = DLPack(), Tensor(memory.address, PLAIN[DTYPES[self.dtype]], self.shape, self.strides, memory)
-            if numpy := sys.modules.get("numpy"):  # which copies faster
+            if numpy := sys.modules.get("numpy"):  # NumPy copies faster
                 from ..tensors.numpy_arrays import Numpy
 
                 library = Numpy(numpy)
@@ -207,7 +207,7 @@ def _of_index(path: str) -> NamedContents:
 
 
 def _of_bundle(path: str) -> NamedContents:
-    """The weights of another bundle, with axes in memory order; without state and constants. Raises as reading its manifest
+    """The weights of another bundle, in the layout of its manifest; without state and constants. Raises as reading its manifest
     does."""
     manifest = Archive(path).manifest
     stored = _of_file(os.path.join(path, WEIGHTS))
@@ -229,9 +229,9 @@ FROZEN = {
 
 
 def update(manifest: Manifest, programs: Sequence[Sequence[Any]], weights: object, *, partial: bool) -> None:
-    """`Program.update` of one program or of copies on several devices: for each the `Backend`s of its sessions, the loaded one's
-    first. Weights are brought to every device before any device changes."""
-    _check_names(weights if isinstance(weights, Mapping) else (), manifest)  # before the values: what stands under them is none
+    """`Program.update` of one program or of copies on several devices: for each the `Backend`s of its sessions, the loaded
+    program's first. Weights are copied to every device before any device changes."""
+    _check_names(weights if isinstance(weights, Mapping) else (), manifest)  # first: values of unknown names may be no tensors
     contents = contents_of(weights)
     chosen = [checked(manifest, contents, backends[0].device, partial=partial) for backends in programs]
     files = list({id(tensor.file): tensor.file for tensor in contents.values() if tensor.file is not None}.values())
@@ -245,7 +245,7 @@ def update(manifest: Manifest, programs: Sequence[Sequence[Any]], weights: objec
 
 
 def checked(manifest: Manifest, named: NamedContents, device: int | None, *, partial: bool) -> dict[int, Contents]:
-    """The new contents by position of the weight, of tied ones the first. `device`: the program's. Raises update-invalid,
+    """The new contents by position of the weight; of tied weights, the first one's. `device`: the program's. Raises update-invalid,
     update-refused."""
     _check_names(named, manifest)
     rows, fixed = {row.name: row for row in manifest.weights}, _fixed(manifest)
@@ -295,7 +295,7 @@ def _check_names(listed: Iterable[object], manifest: Manifest) -> None:
     name = next((name for name in names if name not in known), None)
     if name is None:
         return
-    from difflib import get_close_matches  # only where something is wrong
+    from difflib import get_close_matches  # only errors need it
 
     layer = name.partition(PACKED)[0] if PACKED in name.split(".") else name[: name.rfind(".") + 1]
     packed = [weight for weight in known if weight.startswith(f"{layer}{PACKED}.")]
@@ -306,7 +306,7 @@ def _check_names(listed: Iterable[object], manifest: Manifest) -> None:
 
 
 PACKED = "_packed_params"
-"""The module of a quantized layer of torch.ao that packs its weights; a bundle has them as plain tensors of it."""
+"""The submodule in which a quantized layer of torch.ao packs its weights. A bundle has them as plain tensors under its name."""
 
 UNPACK = (
     "a state_dict has a quantized layer's weights packed: give the layer's weight().int_repr(), weight().q_scale() and bias() "
@@ -315,7 +315,7 @@ UNPACK = (
 
 
 def _prefix(name: str, names: Sequence[str], known: Collection[str]) -> str:
-    """A hint if all names have a prefix too many, as of DistributedDataParallel, or lack one; else ""."""
+    """A hint if all names have an extra prefix, as with DistributedDataParallel, or lack one; else ""."""
     parts = name.split(".")
     for prefix in [".".join(parts[:count]) + "." for count in range(1, len(parts))]:
         if all(weight.startswith(prefix) for weight in names) and name.removeprefix(prefix) in known:

@@ -1,7 +1,7 @@
-"""Weights from files into GPU memory at the speed of the bus. The driver copies a mapped file with one thread at 10.8 GB/s. Pinned
-memory is copied at 55 GB/s, but pinning takes 0.5 ms/MB. So threads read the file into slots of a small pinned region of huge
-pages, and one thread sends them: 33 to 47 GB/s by host; threads that read and send wait for the interpreter's lock. Large files in
-the page cache are read by the C library's threads (lanes.py; tests/gpu/REPORT.md), small ones without threads."""
+"""Uploads weights from files into GPU memory at 33 to 47 GB/s, depending on the host. The driver copies a mapped file with one
+thread at 10.8 GB/s. Pinned memory is copied at 55 GB/s, but pinning takes 0.5 ms/MB. So threads read the file into slots of a small
+pinned region of huge pages, and one thread sends them; threads that read and send would wait for the interpreter's lock. Large
+files in the page cache are read by the C library's threads (lanes.py; tests/gpu/REPORT.md), small ones without threads."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Upload:
                 self._way = self._way._replace(lanes=0)
         self._groups = chunks(parts, self._way.chunk)
         self._total, self._sent, self._announced = len(self._groups), 0, 0
-        self._full: SimpleQueue[tuple[Slot, list[Piece], int] | None] = SimpleQueue()  # a slot, its group, where that begins
+        self._full: SimpleQueue[tuple[Slot, list[Piece], int] | None] = SimpleQueue()  # slot, group, the group's start in the slot
         self._failure: CgbundleError | OSError | None = None
         self._thread: threading.Thread | None = None
         if parts:
@@ -136,7 +136,7 @@ class Upload:
             raise BundleError("weights-invalid", f"{self._name}: {self._failure.strerror}")
         if self._failure is not None:
             raise self._failure
-        if self._sent != self._total:  # a thread died of what nobody foresaw and printed it
+        if self._sent != self._total:  # a thread ended by an unexpected exception, and printed it
             raise BundleError("weights-invalid", f"{self._name}: {self._sent} of {self._total} pieces were copied")
 
     def stop(self) -> None:
@@ -163,11 +163,11 @@ class Upload:
                 slots = [new_slot(memory[at : at + size], cleanup) for at in range(0, size * number, size)]
                 if pinned:
                     self._send_by_readers(slots, cleanup)
-                for index, group in enumerate(self._groups if not pinned else ()):  # one after the other
+                for index, group in enumerate(self._groups if not pinned else ()):  # without reader threads
                     self._send(cu.cuMemcpyHtoDAsync, slots[0], group, self._fill(slots[0], index, group))
                     call("cuStreamSynchronize", slots[0].stream, detail="weights")
                     self._sent += 1
-        except (CgbundleError, OSError) as failure:  # for whoever waits
+        except (CgbundleError, OSError) as failure:  # `wait` raises it
             self._failure = self._failure or failure
 
     def _send_by_lanes(self, cleanup: ExitStack) -> None:
@@ -182,7 +182,7 @@ class Upload:
 
     def _send_by_readers(self, slots: Sequence[Slot], cleanup: ExitStack) -> None:
         """Threads read into free slots, this one sends them; `cleanup` ends the threads. This thread keeps the interpreter's lock
-        where the driver returns at once: otherwise a reader takes it, and this thread waits."""
+        during driver calls that return at once: otherwise a reader takes it, and this thread waits."""
         free: SimpleQueue[Slot | None] = SimpleQueue()  # None ends a reader
         numbers = count()
 
@@ -190,7 +190,7 @@ class Upload:
             ended = False
             try:
                 while (slot := free.get()) is not None:
-                    index = next(numbers)  # each thread another one: `next` is atomic
+                    index = next(numbers)  # a different one in each thread: `next` is atomic
                     if index >= len(groups := self._groups):
                         break
                     self._full.put((slot, groups[index], self._fill(slot, index, groups[index])))
@@ -214,20 +214,20 @@ class Upload:
             cleanup.callback(thread.join)
         cleanup.callback(end)
         send, query = cu.held("cuMemcpyHtoDAsync"), cu.held("cuStreamQuery")
-        travelling: deque[Slot] = deque()
+        sending: deque[Slot] = deque()
         for _ in range(self._total):
-            while travelling and not query(travelling[0].stream):
-                free.put(travelling.popleft())
-            while travelling and self._full.empty():
-                call("cuStreamSynchronize", travelling[0].stream, detail="weights")
-                free.put(travelling.popleft())
+            while sending and not query(sending[0].stream):
+                free.put(sending.popleft())
+            while sending and self._full.empty():
+                call("cuStreamSynchronize", sending[0].stream, detail="weights")
+                free.put(sending.popleft())
             full = self._full.get()
             if full is None:
                 return
             self._send(send, *full)
-            travelling.append(full[0])
+            sending.append(full[0])
             self._sent += 1
-        for slot in travelling:
+        for slot in sending:
             call("cuStreamSynchronize", slot.stream, detail="weights")
 
     def _fill(self, slot: Slot, index: int, group: Sequence[Piece]) -> int:
