@@ -100,8 +100,8 @@ class TextModel:
         self.task: Task = "rerank" if self.width == 1 else "classify" if self.labels else "embed"
 
     def encoded(self, texts: Sequence[str] | Sequence[tuple[str, str]], *, field: str, truncate: bool) -> list[Encoded]:
-        """Returns the tokens of texts or pairs.  With `truncate`, cuts them to the longest recorded length.  Without it, raises Refusal
-        if one is longer."""
+        """Returns the tokens of texts or pairs.  With `truncate`, cuts them to the longest recorded length; without it, raises
+        Refusal if one is longer."""
         longest = self.context * self.language.longest_token
         for text in texts:
             characters = len(text) if isinstance(text, str) else sum(map(len, text))
