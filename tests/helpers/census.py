@@ -1,4 +1,4 @@
-"""Counts how the words of two takes were classified."""
+"""Counts how the words of kernel parameters were classified in two recordings of the same graphs (two `Take`s)."""
 
 from __future__ import annotations
 

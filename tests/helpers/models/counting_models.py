@@ -187,7 +187,7 @@ class Strongest(nn.Module):
 
 
 class Groups(nn.Module):
-    """Python computes the number of groups from the size: one program per size, with all paths."""
+    """Python computes the number of groups from the size, so every size has its own program, with all paths."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""
