@@ -1,4 +1,4 @@
-"""Copies bundles to another machine without their weights, which that machine makes again from the model's seed.
+"""Copies bundles to another machine without their weights, which that machine computes again from the model's seed.
 
     python -m tests.gpu.helpers.carried pack CARRIED MODEL=BUNDLE...      here: copies all files except the weights
     python -m tests.gpu.helpers.carried fill CARRIED                      there: writes the weights; exit status 1 if they differ
