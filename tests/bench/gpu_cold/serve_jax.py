@@ -112,9 +112,9 @@ def serve(folder: Path, weights: str, texts: list[str]) -> dict[str, Any]:
     return numbers | {"platform": jax.devices()[0].platform}
 
 
-def main(way: str, folder: str, weights: str, *texts: str) -> None:
+def main(action: str, folder: str, weights: str, *texts: str) -> None:
     """Prints the numbers as JSON."""
-    print(json.dumps({"build": build, "serve": serve}[way](Path(folder), weights, list(texts))))
+    print(json.dumps({"build": build, "serve": serve}[action](Path(folder), weights, list(texts))))
 
 
 if __name__ == "__main__":
