@@ -160,8 +160,9 @@ def show(screen: report.Console, numbers: dict[str, Any]) -> None:
         if variant in ("bundle", "bundle alone") and floor:
             verdict = report.goal((statistics.median(seconds) - statistics.median(floor)) * 1e3, OVER_FLOOR, "ms over the floor")
         elif variant in goals and bundle_seconds:
-            ratio = statistics.median(seconds) / statistics.median(bundle_seconds)
-            verdict = report.goal(ratio, goals[variant], "x", at_least=True)
+            verdict = report.goal(
+                statistics.median(seconds) / statistics.median(bundle_seconds), goals[variant], "x", at_least=True
+            )
         rows.append([title, report.spread(seconds), verdict])
     rows.append(["torch.compile reduce-overhead, empty cache", seconds_or_error(numbers["cold compile"])[:60], "once"])
     rows.append(["JAX, compiling the three executables", seconds_or_error(numbers["JAX build"])[:60], "once"])
