@@ -33,7 +33,7 @@ def weights() -> Path:
 
 
 def serve(folder: Path, bundle: Path) -> dict[str, Any]:
-    """Returns the answers of a new server, its seconds to the first token (`first`) and for the requests (`spent`)."""
+    """Returns the answers of a new server, and its seconds to the first token and for all requests."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "cgcompile_cli", "serve", str(bundle), "--tokenizer", str(folder), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

@@ -95,7 +95,7 @@ class Application:
         self.app = self._with_middleware(Paths(*self._parts()), keys)
 
     def _parts(self) -> tuple[Starlette, Starlette, Starlette]:
-        """Returns three applications: the routes for texts, those for tensors, and health with metrics."""
+        """Returns the applications for texts, for tensors, and for health and metrics."""
         error_handlers = {OpenAIRefusal: openai.refused, HTTPException: openai.refused}
         limits = Middleware(BoundedBodies, largest=openai.BYTES, form=openai.body_of, together=openai.TOGETHER)
         routes = [*self._texts.routes, *self._openai.routes]
@@ -145,7 +145,7 @@ class Application:
             yield
 
     async def _watch(self) -> None:
-        """Checks every second whether the GPU failed, and then ends the server: nobody may ask for its health."""
+        """Ends the server within a second after its GPU has failed, even if nobody asks for its health."""
         while True:
             await asyncio.sleep(1.0)
             self._failure_reason()

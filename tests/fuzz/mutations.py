@@ -289,7 +289,6 @@ def tensors(data: bytes, draw: random.Random) -> bytes:
 
 
 def _exchange(header: dict[str, Any], draw: random.Random) -> None:
-    """Swaps two entries."""
     one, other = draw.choice(list(header)), draw.choice(list(header))
     header[one], header[other] = header[other], header[one]
 

@@ -1,4 +1,4 @@
-"""Counts how the words of kernel parameters were classified in two recordings of the same graphs (two `Take`s)."""
+"""Counts the classes of the words of kernel parameters, from two recordings of the same graphs."""
 
 from __future__ import annotations
 

@@ -90,8 +90,7 @@ def _wait(trial: Trial) -> int:
 
 
 def run(bench: Bench, mutations: list[Mutation], *, module_tests_only: bool) -> Iterator[tuple[Mutation, bool, str]]:
-    """Yields every mutation, whether it was killed, and the test that killed it or its status. `module_tests_only`: only the tests
-    of its module run."""
+    """Yields every mutation, whether it was killed, and by which test or how. `module_tests_only`: only its module's tests run."""
     waiting = [(mutation, MODULES[mutation.path]) for mutation in reversed(mutations)]
     running: list[tuple[Trial, Mutation, tuple[str, ...]]] = []
     try:

@@ -127,7 +127,6 @@ def soak(variants: list[Path], folder: Path, rebuilds: int, readers: int) -> boo
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.rebuilds", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rebuilds", type=int, default=1000)
     parser.add_argument("--readers", type=int, default=4)

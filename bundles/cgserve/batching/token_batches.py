@@ -1,7 +1,7 @@
 """Batches sequences of tokens: a queue of requests, grouped by the recorded length that each needs.
 
-A call of a recorded size takes the same time, however many of its rows are padding.  So a server waits briefly for more requests
-(request_queue.py).  A request shares calls with others of the same recorded length, and is padded only to that length.
+A request waits briefly for others (request_queue.py says why).  It shares calls with others of the same recorded length, and is
+padded only to that length.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Chooses tokens of lanes with rules (`scheduling.requests.Rules`).  A thread computes their masks while a call computes their
-logits.  The entry `choose` uses both."""
+"""Chooses tokens of lanes with rules.  A thread computes their masks while a call computes their logits.  The entry `choose` uses
+both."""
 
 from __future__ import annotations
 

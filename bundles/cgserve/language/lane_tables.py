@@ -15,7 +15,7 @@ SAMPLING = {
     "temperature": "float32", "top_k": "int64", "top_p": "float32", "penalty": "float32", "seed": "int64", "alternatives": "int64",
     "min_p": "float32", "deferred": "int64",
 }  # fmt: skip
-"""The fields of Sampling in cgcompile/language_models/sampling.py, in order, and their dtypes."""
+"""The fields of Sampling in cgcompile/language_models/sampling.py."""
 
 NEUTRAL, DEFERRED = Sampling(temperature=0.0), Sampling(temperature=0.0, deferred=1)
 """Sampling of an unused lane, and of a lane whose token the entry `choose` chooses."""

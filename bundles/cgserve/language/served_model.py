@@ -128,8 +128,8 @@ class ServedModel:
         self, parsed: ParsedBody, prompt: tuple[int, ...], most: int, stop: tuple[int, ...], sampling: Sampling,
         matcher: GrammarMatcher | None, adapter: Adapter,
     ) -> Request:  # fmt: skip
-        """Returns a request, with rules if necessary.  If `parsed.scored`, only the prompt's first token is read, and the rules
-        force the others."""
+        """Returns a request, with rules if necessary.  If `parsed.scored`, the rules force all tokens of the prompt but the
+        first."""
         forced = prompt[1:] if parsed.scored else ()
         if not forced and not most:
             raise Refusal(400, "max_tokens: 0 needs a prompt of two tokens", "max_tokens")

@@ -247,8 +247,8 @@ def read_tokenizer(folder: Path, before: Language | None) -> Language:
 
 
 def first_keys(manifest: Manifest) -> list[IntKey]:
-    """Returns the smallest and the largest int_key among those that run the same files.  On the CPU, a hundred int_keys may share
-    a shared object; a CUDA graph belongs to one int_key."""
+    """Returns the smallest and the largest int_key of those that run the same files: on a CPU a hundred may share one, on a GPU
+    every int_key has its own graph."""
     keys_by_code: dict[tuple[str, ...], list[IntKey]] = {}
     for entry in manifest.entries:
         for program in entry.programs:

@@ -29,8 +29,8 @@ class Wishes:
 
 
 class TokenRules:
-    """`scheduling.requests.Rules` of one request.  `words`: the mask of the next token; `failure`: why the grammar engine failed,
-    or None.  After a failure, only tokens that end the answer are allowed."""
+    """`scheduling.requests.Rules` of one request.  `words`: the mask of the next token; `failure`: why the grammar engine failed;
+    then only tokens that end the answer are allowed."""
 
     def __init__(
         self, vocabulary: int, prompt: int, wishes: Wishes, ends: Sequence[int], matcher: Matcher | None,

@@ -27,8 +27,8 @@ VLLM = {
 
 
 class TritonNumber(NamedTuple):
-    """A metric of Triton: the sum of our samples, times `unit`.  `succeeded`: True counts only requests with status 200, False only
-    the others; None for samples without a status."""
+    """A metric of Triton: the sum of our samples, times `unit`.  `succeeded`: True counts requests with status 200, False the
+    others; None for samples without a status."""
 
     name: str
     sample: str
@@ -45,7 +45,7 @@ TRITON = (
     TritonNumber("nv_inference_compute_infer_duration_us", "cgbundle_call_seconds_sum", unit=1e6),
     TritonNumber("nv_inference_pending_request_count", "cgbundle_waiting_requests"),
 )
-"""By model and version.  The type of all is `unknown`, because Triton's counters lack the suffix `_total` that a counter needs."""
+"""By model and version.  Their type is `unknown`, because Triton's counters lack the suffix `_total`."""
 
 
 class Dashboards(Collector):

@@ -131,8 +131,8 @@ class Inference:
         self, name: str, wanted: str | None, headers: Mapping[str, str],
         call: Callable[[Callable[[], Awaitable[Serving]], Tell], Awaitable[Answer]],
     ) -> Answer:  # fmt: skip
-        """Awaits `call` for the entry in a span, counts the request, and returns the result.  The first argument of `call` is a
-        function that returns the version that serves.  Raises Refusal."""
+        """Awaits `call` in a span, counts the request, and returns the result.  The first argument of `call` is a function that
+        returns the version that serves.  Raises Refusal."""
         version, entry = self.entry(name, wanted)
 
         async def serving() -> Serving:

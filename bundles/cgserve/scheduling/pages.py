@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Known = tuple[int, tuple[int, ...]]
-"""Identifies the contents of a page: the number of the beginning before it, and its tokens.  Two are equal only if all tokens
-of both texts up to here are equal.  For the first page of a text the number is 0 or less, different for every adapter."""
+"""Identifies the contents of a page: the number of the beginning before it, and its tokens.  So all tokens before it count, too.
+For the first page of a text the number is 0 or less, different for every adapter."""
 
 
 class Pool:

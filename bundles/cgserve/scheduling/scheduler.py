@@ -26,8 +26,8 @@ from .texts import Flight, Row, Text
 
 
 class Scheduler:
-    """Requests over one cache.  `preempted`: how often a request gave back its pages early; `shared`: the number of tokens that
-    were not read again, because another request had read them."""
+    """Requests over one cache.  `preempted`: how often a request gave back its pages early; `shared`: tokens that requests did not
+    read, because others had read them."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -160,8 +160,8 @@ class Scheduler:
         return max(0, pages_for(tokens, self.limits.page) - len(text.pages))
 
     def _allocate(self, text: Text, tokens: int) -> bool:
-        """Allocates pages for `tokens` tokens of a text.  If too few are free, the requests that arrived last lose theirs.  Returns
-        False if the text itself loses its pages."""
+        """Allocates pages for `tokens` tokens of a text.  If too few are free, the last requests lose theirs.  Returns False if the
+        text itself does."""
         missing = pages_for(tokens, self.limits.page) - len(text.pages)
         if missing <= 0:
             return True
@@ -306,8 +306,8 @@ class Scheduler:
 
 
 def lanes_of(sizes: Sequence[int], wanted: int) -> int:
-    """Returns how many of the `wanted` lanes the next call takes, if calls with `sizes` lanes are recorded.  It takes all that fit,
-    unless more than half of the recorded lanes would be empty and a smaller size exists."""
+    """Returns how many of `wanted` lanes a call takes: all that fit into the recorded `sizes`.  If more than half of the call would
+    be empty, it takes as many as the next smaller size has."""
     fitting = next((size for size in sizes if size >= wanted), sizes[-1])
     smaller = [size for size in sizes if size <= wanted]
     return min(wanted, fitting) if fitting <= 2 * wanted or not smaller else smaller[-1]

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN = ("/health", "/v2/health/live", "/v2/health/ready")
-"""Paths that need no key: the program that started the server asks for its health."""
+"""Paths that need no key, for health checks."""
 
 LONGEST = 128
 """Maximum characters of a client's request id."""

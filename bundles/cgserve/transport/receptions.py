@@ -22,8 +22,7 @@ class Crowded(Exception):
 
 
 class Receptions:
-    """Receives few messages at once.  A message that is not read yet stays at the client, except for the bytes of HTTP/2's flow
-    control window."""
+    """Receives few messages at once.  The others stay at the client, except for the bytes of HTTP/2's flow control window."""
 
     def __init__(self, quick: int = QUICK, slow: int = SLOW, patience: float = PATIENCE) -> None:
         self._turns, self._places, self._patience = asyncio.Semaphore(quick), slow, patience

@@ -41,7 +41,6 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--cache", type=Path, default=children.ROOT / ".cache" / "bench", help="folder of bundles and torch.compile's cache"

@@ -16,7 +16,6 @@ from tests.bench.common import serving
 
 
 def example(path: str) -> Any:
-    """Imports the model file."""
     spec = importlib.util.spec_from_file_location("example", path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{path}: not a Python file")

@@ -23,7 +23,6 @@ ROUNDS = 4
 
 
 def main(path: str, gigabytes: str = "1") -> None:
-    """Prints the table."""
     file = os.open(path, os.O_RDONLY)
     size = min(os.fstat(file).st_size, int(float(gigabytes) * 1e9))
     readers: dict[str, Callable[[], None]] = {

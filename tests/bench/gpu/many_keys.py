@@ -29,7 +29,6 @@ BURST = 12
 
 
 def main(few: str, many: str, rounds: str = "7") -> None:
-    """Prints the tables."""
     variants = [(few, "default"), (many, "default"), (many, "all"), (many, "lazy")]
     runs_by_way: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for round_ in range(int(rounds) + 1):

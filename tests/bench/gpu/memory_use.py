@@ -20,7 +20,6 @@ SETTLED = 10
 
 
 def main(bundle: str, rounds: str) -> None:
-    """Prints bytes as JSON."""
     context = Context(0)
     before = free(context)
     program = cgbundle.load(bundle)

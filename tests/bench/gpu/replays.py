@@ -23,7 +23,6 @@ OTHERS = (2, 3, 7, 9, 31, 33, 40, 70)
 
 
 def main(model: str, bundle: str, count: str) -> None:
-    """Prints counts and differences as JSON."""
     torch.manual_seed(5)
     network = gpu_calls.network_of(model, bundle)
     pool = {key: drawn(value) for key, value in gpu_calls.self_test_calls(bundle).items()}

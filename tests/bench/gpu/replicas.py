@@ -42,7 +42,6 @@ def model() -> nn.Module:
 
 
 def inputs(batch: int) -> tuple[torch.Tensor]:
-    """Returns random numbers."""
     return (torch.randint(0, 1000, (batch,)),)
 
 

@@ -79,7 +79,6 @@ def on_gpu(sizes: dict[str, int]) -> int:
 
 
 def first(result: Any) -> Any:
-    """Returns the first output."""
     return result[0] if isinstance(result, tuple) else result
 
 

@@ -52,7 +52,6 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=children.ROOT / ".cache" / "gpu", help="folder of bundles and caches")

@@ -74,7 +74,6 @@ def mb(size: int) -> str:
 
 
 def show_replays(screen: report.Console, numbers: dict[str, Any]) -> None:
-    """Prints counts and differences."""
     rows = [
         [f"{numbers['replays']:,} replays, sizes, inputs and streams at random", f"{numbers['wrong']} with other bits"],
         [

@@ -115,7 +115,6 @@ def start(name: str, arguments: argparse.Namespace, graphs: Path | None) -> dict
 
 
 def main() -> None:
-    """Fills the folder, then compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("graphs", type=Path)

@@ -55,7 +55,6 @@ def forward(weights: dict[str, Any], ids: Any) -> Any:
 
 
 def linear(weights: dict[str, Any], name: str, x: Any) -> Any:
-    """Multiplies x with the transposed weight and adds the bias."""
     return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
 
@@ -113,7 +112,6 @@ def serve(folder: Path, weights: str, texts: list[str]) -> dict[str, Any]:
 
 
 def main(action: str, folder: str, weights: str, *texts: str) -> None:
-    """Prints the numbers as JSON."""
     print(json.dumps({"build": build, "serve": serve}[action](Path(folder), weights, list(texts))))
 
 

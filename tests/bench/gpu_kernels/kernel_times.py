@@ -44,7 +44,6 @@ def main(bundle: str) -> None:
 
 
 def archive_file(bundle: str, file: str) -> bytes:
-    """Reads a file of the bundle."""
     with open(f"{bundle}/{file}", "rb") as opened:
         return opened.read()
 

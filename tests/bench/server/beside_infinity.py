@@ -120,7 +120,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(servers: dict[str, Any], clients: int) -> None:
-    """Prints the table."""
     variants = list(servers.values())
 
     def spread(numbers: Sequence[float], form: str) -> str:

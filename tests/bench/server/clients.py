@@ -4,8 +4,8 @@ its next request as soon as the last one was answered.
 One thread, one selector and prepared requests: 64 clients use little of the CPU time that they share with the server. Reads a line
 of JSON from stdin: {"texts": [...], "expected": [[...], ...], "model": ""}. Prints "ready" when all are connected; any line on
 stdin starts them. Then prints a line of JSON: {"begin", "end", "answers": [[seconds, number of the text], ...], "difference"}.
-FIRST is the number of the first client; clients of one number send the same texts in every run. With a "model" name, requests have
-OpenAI's form.
+FIRST is the number of the first client; the number decides which texts a client sends. With a "model" name, requests have OpenAI's
+form.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ def drive(clients: list[Client], requests: list[bytes]) -> list[tuple[float, int
 
 
 def main(port: str, clients: str, count: str, first: str) -> None:
-    """Runs the clients once."""
     job = json.loads(sys.stdin.readline())
     texts, expected = job["texts"], job["expected"]
     client_list = [

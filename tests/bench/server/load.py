@@ -350,7 +350,6 @@ def cores(text: str) -> set[int]:
 
 
 def show(numbers: dict[str, Any]) -> None:
-    """Prints the table."""
     variants = [numbers[name] for name in ("bundle", "eager", "compile") if name in numbers]
     bundle, eager, *_ = variants
 

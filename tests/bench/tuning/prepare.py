@@ -78,7 +78,6 @@ class Piece:
 
 
 def main(name: str, out: str, part: str, seconds: float, models: Sequence[str]) -> None:
-    """Writes the pieces."""
     target, start = arch(name), time.monotonic()
     first, step = map(int, part.split("/"))
     graphs: dict[str, Retraced] = {}

@@ -98,7 +98,6 @@ def fill(bundle: Path) -> bool:
 
 
 def main(action: str, folder: str, *pairs: str) -> int:
-    """Runs the action of the module docstring."""
     if action == "pack":
         for pair in pairs:
             model, _, bundle = pair.rpartition("=")
