@@ -115,7 +115,6 @@ MODELS: Mapping[str, tuple[Callable[[], Made], list[int]]] = {
 
 
 def captured(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> torch.cuda.CUDAGraph:
-    """Captures a CUDA graph of `function(*inputs)`."""
     with torch.no_grad():
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
@@ -257,7 +256,6 @@ def measure(name: str, sizes: list[int], compare_levels: bool, timeout: float | 
 
 
 def watch(event: cgcompile.Event) -> None:
-    """Prints the progress of a build."""
     if event.state == "done" or event.text.endswith(("recording", "recordings", "processes")):
         print(f"    {event.stage} {event.seconds:.0f} s: {event.text}", flush=True)
 

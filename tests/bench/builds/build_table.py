@@ -92,7 +92,6 @@ def build_all(
 
 
 def show(screen: report.Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints a line per build."""
     lines = []
     for row in rows:
         head = [f"{row['title']}", row["level"]]

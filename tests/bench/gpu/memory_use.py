@@ -59,7 +59,6 @@ def main(bundle: str, rounds: str) -> None:
 
 
 def free(context: Context) -> int:
-    """Returns the free bytes of GPU memory."""
     with context:
         return driver.free_bytes()
 

@@ -93,7 +93,6 @@ class Run:
 
 
 async def answered(model: BundleModel, requests: Sequence[Request]) -> Run:
-    """Runs the requests in an engine."""
     tokens, firsts, ends = [list[Token]() for _ in requests], [0.0] * len(requests), [0.0] * len(requests)
     steps: list[tuple[Step, float]] = []
     async with Engine(model, len(requests), lambda step, seconds: steps.append((step, seconds))) as engine:

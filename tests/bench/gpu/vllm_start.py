@@ -47,7 +47,6 @@ SKIPPED = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_c
 
 
 def child(model: str, options: dict[str, Any], answer: Path) -> None:
-    """Runs one start and writes its measurements."""
     began = float(os.environ["BEGAN"])
     from vllm import LLM, SamplingParams
 

@@ -59,7 +59,6 @@ def linear(weights: dict[str, Any], name: str, x: Any) -> Any:
 
 
 def norm(weights: dict[str, Any], name: str, x: Any) -> Any:
-    """Applies LayerNorm in float32."""
     import jax
 
     wide = x.astype("float32")

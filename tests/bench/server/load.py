@@ -144,7 +144,6 @@ def post(port: int, text: str) -> None:
 
 
 def health(server: Server) -> dict[str, Any]:
-    """Returns the server's answer to /health."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("GET", "/health")
     return json.loads(connection.getresponse().read())
@@ -205,7 +204,6 @@ def split(clients: int, processes: int) -> list[range]:
 
 
 def say(process: subprocess.Popen[str], line: str) -> None:
-    """Writes a line to a child."""
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()
@@ -233,7 +231,6 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def spell(name: str, clients: int, round_: Round) -> str:
-    """Returns a line about one round."""
     numbers = summary([round_])
     spent = f"{numbers['loop'] * 1e3:.2f} + {numbers['others'] * 1e3:.2f} ms of the processors' time each"
     return f"{name}, {clients} clients: {numbers['throughput'][0]:.0f} requests/s, p99 {numbers['p99'] * 1e3:.1f} ms, {spent}"

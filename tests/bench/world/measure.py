@@ -90,7 +90,6 @@ def build(folder: Path, shape: str, target: str, names: Sequence[str]) -> None:
 
 
 def measure(folder: Path, shape: str) -> None:
-    """Prints a line for each variant."""
     two, one = [path_of(folder, shape, name) for name in ("two", "one")]
     score_files = {}
     for short, name, devices, *_ in BUILDS:
