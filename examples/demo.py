@@ -54,18 +54,18 @@ def eager(_bundle: str) -> dict[str, Any]:
 WAYS = {"serve": serve, "eager": eager}
 
 
-def child(way: str, bundle: str) -> None:
-    """Runs one way in this process and prints the result as JSON."""
-    answer = WAYS[way](bundle)
+def child(name: str, bundle: str) -> None:
+    """Runs `serve` or `eager` in this process and prints the result as JSON."""
+    answer = WAYS[name](bundle)
     seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - float(os.environ[SPAWNED])
     answer |= {"embeddings": answer["embeddings"].tolist(), "seconds": seconds, "torch": "torch" in sys.modules}
     print(json.dumps(answer))
 
 
-def measure(way: str, bundle: str) -> dict[str, Any]:
-    """Returns the result of a new process.  Raises SystemExit with its messages if it fails."""
+def measure(name: str, bundle: str) -> dict[str, Any]:
+    """Returns the result of `serve` or `eager` in a new process.  Raises SystemExit with the process's messages if it fails."""
     environment = os.environ | {SPAWNED: repr(time.clock_gettime(time.CLOCK_MONOTONIC))}
-    command = [sys.executable, __file__, "--child", way, bundle]
+    command = [sys.executable, __file__, "--child", name, bundle]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if completed.returncode:
         raise SystemExit(completed.stderr.strip())
@@ -104,8 +104,8 @@ def report(served: dict[str, Any], reference: dict[str, Any]) -> float:
     for title in ("", "bundle", "eager PyTorch"):
         compared.add_column(title, justify="left" if not title else "right")
     results = (served, reference)
-    compared.add_row("torch imported", *("yes" if way["torch"] else "no" for way in results))
-    compared.add_row("process start to embeddings", *(f"{way['seconds']:.2f} s" for way in results))
+    compared.add_row("torch imported", *("yes" if result["torch"] else "no" for result in results))
+    compared.add_row("process start to embeddings", *(f"{result['seconds']:.2f} s" for result in results))
     expected = similarity(reference["embeddings"])
     for row in range(0, rows, 2):
         pair = f"similarity of {row + 1} and {row + 2}"

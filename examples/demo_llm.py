@@ -33,7 +33,7 @@ def weights() -> Path:
 
 
 def serve(folder: Path, bundle: Path) -> dict[str, Any]:
-    """Starts a server and returns its answers, and the time to the first token."""
+    """Returns the answers of a new server, and its seconds to the first token and for all requests."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "cgcompile_cli", "serve", str(bundle), "--tokenizer", str(folder), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -66,7 +66,7 @@ def serve(folder: Path, bundle: Path) -> dict[str, Any]:
 
 
 def reference(folder: str) -> None:
-    """Runs the same with transformers in a separate process, and prints JSON."""
+    """Answers the same questions with transformers in this process, and prints JSON."""
     import torch
     import transformers
 

@@ -1,9 +1,9 @@
-"""LoRA adapters for one model: every row of a batch selects an adapter by its slot in a bank; slot 0 is none.
+"""LoRA adapters for one model: every row of a batch selects an adapter by its slot in a bank; slot 0 has none.
 
     cgcompile build examples/lora.py --sizes 1,8 -o lora.cgb
 
-The bank is state, which the entry `load` writes: `program.load(slot, down, up)` is a call in order with the others, and needs no
-new recording.  If all rows use one adapter, merge it instead: `program.update(merged(...), partial=True)`.
+The bank is state, which the entry `load` writes: `program.load(slot, down, up)` is a call like the others, and needs no new
+recording.  If all rows use one adapter, merge it into the weights instead: `program.update(merged(...), partial=True)`.
 
 LORA_LAYERS (4), LORA_WIDTH (256), LORA_RANK (16) and LORA_SLOTS (8) change its size; LORA_DTYPE is float32 (default),
 bfloat16 or float16.

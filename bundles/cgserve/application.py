@@ -37,7 +37,7 @@ from .transport.access import KeyRequired, Numbered
 from .transport.limits import BoundedBodies
 
 STOPPING = 120
-"""Seconds for open requests when the server ends; a long text takes long."""
+"""Maximum seconds for open requests when the server ends: a long answer takes minutes."""
 
 
 class Counters(Watch):
@@ -74,7 +74,7 @@ class Paths:
 
 
 class Application:
-    """`app`: an ASGI application.  `failure`: why the server ended by itself, or None; `stop` is called then."""
+    """`app`: an ASGI application.  `failure`: why the server ended by itself, or None.  `stop`: called when that happens."""
 
     def __init__(
         self, look: Callable[[], Found], settings: Settings, tell: Tell, keys: Sequence[bytes] = (), *, essential: bool = False
@@ -95,7 +95,7 @@ class Application:
         self.app = self._with_middleware(Paths(*self._parts()), keys)
 
     def _parts(self) -> tuple[Starlette, Starlette, Starlette]:
-        """Returns the applications of texts, of tensors, and of the server itself."""
+        """Returns the applications for texts, for tensors, and for health and metrics."""
         error_handlers = {OpenAIRefusal: openai.refused, HTTPException: openai.refused}
         limits = Middleware(BoundedBodies, largest=openai.BYTES, form=openai.body_of, together=openai.TOGETHER)
         routes = [*self._texts.routes, *self._openai.routes]
@@ -108,7 +108,7 @@ class Application:
         return texts, tensors, Starlette(routes=plain, exception_handlers=handlers, lifespan=self._lifespan)
 
     def _with_middleware(self, app: ASGIApp, keys: Sequence[bytes]) -> ASGIApp:
-        """Adds request numbers, and if configured API keys and CORS."""
+        """Adds request ids, and API keys and CORS if they are configured."""
         if keys:
             app = KeyRequired(app, keys)
         if self._settings.origins:
@@ -130,7 +130,7 @@ class Application:
         settings = self._settings
         async with AsyncExitStack() as stack:
             if settings.grpc_port is not None:
-                from .routes.grpc_inference import Listening, grpc_server  # late: an extra with its own packages
+                from .routes.grpc_inference import Listening, grpc_server  # here, because the extra `grpc` may not be installed
 
                 pems = [path.read_bytes() if path else None for path in (settings.certificate, settings.private_key)]
                 listening = Listening(
@@ -145,12 +145,12 @@ class Application:
             yield
 
     async def _watch(self) -> None:
-        """Ends the server soon after its GPU has failed, without a request for health."""
+        """Ends the server within a second after its GPU has failed, even if nobody asks for its health."""
         while True:
             await asyncio.sleep(1.0)
             self._failure_reason()
 
-    # --- what models do ------------------------------------------------------------------------------------------------
+    # --- models --------------------------------------------------------------------------------------------------------
 
     def _languages(self) -> dict[str, ServedModel]:
         return {version.model: version.language for version in self.repository.serving() if version.language is not None}
@@ -165,7 +165,7 @@ class Application:
         self.counters.languages.requests.labels("", path, str(code)).inc()
 
     def _on_event(self, event: Event) -> None:
-        """Logs and counts an event.  Ends the server if the first bundle is refused and `essential`."""
+        """Logs and counts an event.  Ends an `essential` server if a bundle is refused and no version serves."""
         self._tell(event)
         if event["event"] in ("serving", "refused"):
             self.counters.tensors.loads.labels(event["model"], event["event"]).inc()

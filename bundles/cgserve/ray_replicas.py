@@ -45,7 +45,7 @@ class Bundles:
 
     def __init__(self, folder: str, memory: int = MEMORY, wait: float = 2.0) -> None:
         self._cache = BundleCache(folder, memory, Options(wait=wait), poll=5.0)
-        self._began, self._held = time.time(), 0  # bytes of all bodies
+        self._began, self._held = time.time(), 0  # `_held`: bytes of all bodies in memory
 
     @serve.multiplexed(max_num_models_per_replica=-1)
     async def _version(self, name: str) -> str:
@@ -54,7 +54,7 @@ class Bundles:
         return name
 
     async def infer(self, name: str, tensors: Sequence[TensorData]) -> list[TensorData]:
-        """For handles: takes tensors as bytes, in the order of the model's inputs, and returns the outputs.  Raises KeyError,
+        """Returns the outputs for tensors as bytes, in the order of the model's inputs.  For Ray's handles.  Raises KeyError,
         Refused, and errors of a call."""
         if serve.get_multiplexed_model_id():
             await self._version(name)
@@ -71,7 +71,7 @@ class Bundles:
         return {"process": os.getpid(), "torch": "torch" in sys.modules, "loaded": self._cache.loaded, "began": self._began}
 
     async def __call__(self, request: Request) -> Response:
-        """Over HTTP."""
+        """Answers an HTTP request."""
         held = 0
         try:
             parts = []
@@ -126,7 +126,7 @@ class Bundles:
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
-    """For `serve run cgserve.ray_replicas:app folder=models [memory=BYTES] [gpus=0.5] [replicas=8]`; `gpus`: a replica's share."""
+    """For `serve run cgserve.ray_replicas:app folder=models [memory=BYTES] [gpus=0.5] [replicas=8]`; `gpus`: for each replica."""
     scaling = SCALING | {"max_replicas": int(arguments.get("replicas", 2))}
     resources = {"num_cpus": float(arguments.get("cpus", 1)), "num_gpus": float(arguments.get("gpus", 0))}
     deployment: Any = Bundles.options(autoscaling_config=scaling, ray_actor_options=resources)  # type: ignore[attr-defined]

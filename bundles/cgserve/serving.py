@@ -1,4 +1,4 @@
-"""`cgcompile serve`: serves a bundle, or a folder of models, until the last answer."""
+"""`cgcompile serve`: serves a bundle, or a folder of models, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .transport.running import PortTaken, listen, make_server, run, url_of
 
 
 def serve(path: str, settings: Settings) -> None:
-    """Serves until SIGINT or SIGTERM, and answers accepted requests.  Raises ServeError, and a CgbundleError for an invalid
+    """Serves until SIGINT or SIGTERM, then answers the accepted requests.  Raises ServeError, and a CgbundleError for an invalid
     bundle."""
     tell = json_log if settings.log == "json" else text_log
     look, essential = looker(Path(path), settings)
@@ -55,7 +55,7 @@ def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
     bundles: Found = {}
 
     def look() -> Found:
-        with suppress(FileNotFoundError):  # while it is replaced, the old one continues
+        with suppress(FileNotFoundError):  # the bundle is being replaced: the loaded one continues to serve
             bundles[settings.name or manifest.name] = {1: (path, identity_of(path))}
         return bundles
 

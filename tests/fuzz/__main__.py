@@ -31,7 +31,7 @@ HANG = 5.0
 """CPU seconds that a case may take."""
 
 START = 60.0
-"""Seconds within which a process must reach its next case, however many others run."""
+"""Seconds within which a process must reach its next case, even if many others run."""
 
 BATCH = 2000
 """Cases of one process."""
@@ -61,7 +61,7 @@ class Tally:
 
 
 def batch(golden: Path, first: int, last: int, until: float = 0.0) -> Tally:
-    """Runs cases in a child process until a time. If a case kills the process, continues with the next case."""
+    """Runs cases in a child process, until the time `until` (0: no limit). If a case kills the process, continues with the next."""
     tally = Tally()
     name = f"{golden.parent.name}/{golden.stem}"
     while first < last and not (until and time.time() > until):
@@ -93,8 +93,8 @@ def batch(golden: Path, first: int, last: int, until: float = 0.0) -> Tally:
 
 
 def _watch(process: subprocess.Popen[bytes], log: Path) -> bool:
-    """Waits for the end. Kills a process whose log has not grown for as long as a case may take, and returns whether it did. CPU
-    time counts, because there may be many processes; wall time counts for a process that waits."""
+    """Waits for the end of a process. Kills it if its log has not grown for as long as a case may take. Returns whether it was
+    killed. CPU time counts, because there may be many processes; wall time counts for a process that waits."""
     size, since, spent = 0, time.monotonic(), 0.0
     while process.poll() is None:
         time.sleep(0.05)
@@ -120,8 +120,8 @@ def _seconds(pid: int) -> float:
 def _where(err: Path) -> str:
     """Returns the innermost lines of the project's code in the output of faulthandler."""
     lines = [line.strip() for line in err.read_text(errors="replace").splitlines() if line.strip()]
-    ours = [line for line in lines if "bundles/cgbundle" in line or "tests/fuzz" in line]
-    return "; ".join([line.rpartition("/")[2] for line in ours[:3]]) or "; ".join(lines[-2:])[:300]
+    project_lines = [line for line in lines if "bundles/cgbundle" in line or "tests/fuzz" in line]
+    return "; ".join([line.rpartition("/")[2] for line in project_lines[:3]]) or "; ".join(lines[-2:])[:300]
 
 
 def run(goldens: list[Path], first: int, last: int, jobs: int, until: float = 0.0) -> Tally:
@@ -136,10 +136,10 @@ def run(goldens: list[Path], first: int, last: int, jobs: int, until: float = 0.
                 job = next(todo, None)
             if job is None:
                 return
-            some = batch(*job, until)
+            batch_tally = batch(*job, until)
             with lock:
-                tally.update(some)
-                for find in some.finds:
+                tally.update(batch_tally)
+                for find in batch_tally.finds:
                     print(find, flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -168,8 +168,8 @@ def main() -> int:
     print(f"{cases:,} cases of {len(goldens)} bundles in {seconds:.0f} s ({cases / seconds:.0f}/s), {len(tally.finds)} finds")
     for title, counts in (("kind", tally.kinds), ("outcome", tally.outcomes)):
         print(title)
-        for what, count in counts.most_common():
-            print(f"{count:>10,}  {what}")
+        for name, count in counts.most_common():
+            print(f"{count:>10,}  {name}")
     return 1 if tally.finds else 0
 
 

@@ -1,4 +1,4 @@
-"""The right answers of a golden bundle, from its self-test, and a check whether a changed bundle gives them."""
+"""The right answers of a golden bundle, from its self-test, and a check whether a changed bundle returns them."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from cgcompile_cli import main
 
 @cache
 def _group() -> Any:
-    """Returns the Typer commands. They are made once, which takes longer than most commands."""
+    """Returns the Typer commands. They are cached, because their creation takes longer than most commands."""
     return typer.main.get_command(main.app)
 
 

@@ -279,7 +279,7 @@ def _put(data: bytearray, at: int, form: str, value: int) -> None:
 
 
 def tensors(data: bytes, draw: random.Random) -> bytes:
-    """Changes the JSON header of a safetensors file; three times of four its length field is correct."""
+    """Changes the JSON header of a safetensors file. In three of four cases its length field is correct."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     (_change if draw.random() < 0.8 else _exchange)(header, draw)
@@ -289,7 +289,6 @@ def tensors(data: bytes, draw: random.Random) -> bytes:
 
 
 def _exchange(header: dict[str, Any], draw: random.Random) -> None:
-    """Swaps two entries."""
     one, other = draw.choice(list(header)), draw.choice(list(header))
     header[one], header[other] = header[other], header[one]
 

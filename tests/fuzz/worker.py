@@ -1,8 +1,8 @@
 """A fuzzing process: `python -m tests.fuzz.worker GOLDEN SCRATCH FIRST LAST UNTIL`.
 
 Runs the cases FIRST..LAST of a golden bundle one after the other, until the time UNTIL (seconds since 1970, 0 for no end). For
-every case it writes a line to `SCRATCH/log`: its number at the start, its kind when it is made, and its outcome at the end. So the
-log is complete even if a case kills the process.
+every case it writes a line to `SCRATCH/log`: its number at the start, its kind when its files are written, and its outcome at the
+end. So the log is complete even if a case kills the process.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def mutate(golden: Golden, number: int) -> str:
     if how < 0.05:
         stored = draw.choice((None, *golden.stored))
         files = {} if stored is None else {stored: mutations.twice((golden.origin / stored).read_bytes(), draw)}
-        whole = mutations.seal(json.loads(json.dumps(golden.plain)), files)
-        golden.write(files, whole if files else mutations.twice(whole, draw))
+        sealed = mutations.seal(json.loads(json.dumps(golden.plain)), files)
+        golden.write(files, sealed if files else mutations.twice(sealed, draw))
         golden.refused = "a name stands twice"
         return "twice"
     if how < 0.45:
@@ -216,7 +216,7 @@ def main(arguments: list[str]) -> int:
     golden = Golden(path, scratch)
     answers = Answers.of(str(golden.origin))
     log = os.open(scratch / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    settled, killed = peak(), os.environ.get(KILLED, "").split(",")
+    first_peak, killed = peak(), os.environ.get(KILLED, "").split(",")
     for number in range(first, last):
         if until and time.time() > until:
             break
@@ -229,7 +229,7 @@ def main(arguments: list[str]) -> int:
             outcome = run(golden, answers, kind, number)
         except Exception as error:  # noqa: BLE001 (any such error is a find)
             outcome = f"foreign: {type(error).__name__}: {error}"
-        grown = peak() - settled
+        grown = peak() - first_peak
         if grown > LIMIT:
             outcome = f"memory: {grown} MiB"
         if grown > LIMIT // 5:

@@ -1,4 +1,4 @@
-"""Counts how the words of two takes were classified."""
+"""Counts the classes of the words of kernel parameters, from two recordings of the same graphs."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 
 Every source that AOTInductor writes starts with the same headers, which take half of the compile time. They are compiled once per
 test run and set of options, into the folder that `SHARED` names. The object files are byte for byte those of plain g++. A build
-queries its compiler a dozen times per source, so start-up time matters: modules that only compiling needs are imported late.
+queries its compiler a dozen times per source, so start-up time matters: `precompiled` imports its own modules.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SOURCES = (".wrapper.cpp", ".kernel.cpp")
 
 def main(arguments: list[str]) -> None:
     """Replaces this process by the compiler. Only commands of the form `SOURCE OPTIONS -c -o OBJECT` are changed."""
-    ahead: tuple[str, ...] = ()
+    header_options: tuple[str, ...] = ()
     if arguments and arguments[0].endswith(SOURCES) and arguments[-3:-1] == ["-c", "-o"] and SHARED in os.environ:
-        ahead = precompiled(arguments[0], arguments[1:-3], os.path.join(os.environ[SHARED], "headers"))
-    os.execvp(COMPILER, [COMPILER, *ahead, *arguments])
+        header_options = precompiled(arguments[0], arguments[1:-3], os.path.join(os.environ[SHARED], "headers"))
+    os.execvp(COMPILER, [COMPILER, *header_options, *arguments])
 
 
 def precompiled(source: str, options: list[str], folder: str) -> tuple[str, ...]:

@@ -23,13 +23,13 @@ INSIDE = (*[str(path) for path in (ROOT / "bundles/cgbundle").rglob("*.py")], "/
 
 
 class Interrupt(BaseException):
-    """The exception that stands for the one a signal handler raises."""
+    """Raised where a signal handler would raise its exception."""
 
 
 @contextmanager
 def interrupted_at(number: int, behind: str = "") -> Iterator[list[str]]:
-    """Raises Interrupt at the point with this number, counted from 0, and yields a list that then holds the point. `behind` is the
-    qualified name of a Python function that is treated like a C function: the only points are after its calls."""
+    """Raises Interrupt at the point with this number, counted from 0, and yields a list that then holds the point. `behind`: the
+    qualified name of a Python function that is treated like a C function: its only points are after its calls."""
     points, count = list[str](), 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:

@@ -13,7 +13,7 @@ from cgcompile.util.workers import Kind, Request
 
 
 def lower_here(patch: pytest.MonkeyPatch) -> None:
-    """Patches `jobs.ask` as long as `patch` lives. tests/cpu/pipeline/test_build_offline.py tests builds with workers."""
+    """Patches `jobs.ask` until `patch` is undone. tests/cpu/pipeline/test_build_offline.py tests builds with workers."""
 
     def answers(kind: Kind, requests: Mapping[Hashable, Request], seconds: float | None = None) -> Iterator[tuple[Hashable, Any]]:
         for name, request in requests.items():

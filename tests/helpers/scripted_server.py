@@ -21,8 +21,8 @@ PAGES = 40
 
 
 class Scripted:
-    """A model that generates SCRIPT, starting at a place that the seed and the position give; at position `top_k` it generates END.
-    If a grammar forbids that token, it ends the JSON as soon as possible, or generates an allowed token. `gate` blocks its calls;
+    """A model that repeats SCRIPT, from an index that depends on the seed and the position; from position `top_k` on it generates
+    END. If a lane has rules, it ends the JSON as soon as possible, or else generates an allowed token. `gate` blocks its calls;
     calls of texts longer than `fails` fail. It checks that the pages still hold what was written.
     """
 
@@ -59,8 +59,8 @@ class Scripted:
             token = END if ends else self.ids[(sampling.seed + place) % len(self.ids)]
             if lane.rules is not None:
                 assert lane.most == 1
-                before_it = lane.ids[-1] if lane.behind < 0 else before.tokens[lane.behind]
-                token = self._ruled(lane.rules, place, before_it, token, fresh=len(lane.ids) > 1 or lane.behind < 0)
+                last = lane.ids[-1] if lane.behind < 0 else before.tokens[lane.behind]
+                token = self._ruled(lane.rules, place, last, token, fresh=len(lane.ids) > 1 or lane.behind < 0)
             others = tuple([(token - number, -0.5 - number) for number in range(sampling.alternatives)])
             generated.append(self.token(token, -0.5, others))
             if ends or len(generated) == lane.most:

@@ -31,10 +31,10 @@ LEAST = 0.97
 
 def draw(modules: dict[str, str], count: int, seed: int) -> list[Mutation]:
     """Draws `count` different mutations of the sources, by path; fewer if there are not enough."""
-    every = [edit for path in sorted(modules) for edit in edits(path, modules[path])]
-    random.Random(seed).shuffle(every)
+    all_edits = [edit for path in sorted(modules) for edit in edits(path, modules[path])]
+    random.Random(seed).shuffle(all_edits)
     mutations: dict[tuple[str, str], Mutation] = {}
-    for edit in every:
+    for edit in all_edits:
         if len(mutations) == count:
             break
         mutation = apply(edit, modules[edit.path])
@@ -65,7 +65,7 @@ class Bench:
 
     def prove(self, tests: tuple[str, ...]) -> None:
         """Raises SystemExit unless `tests` pass without a mutation in every tree."""
-        trials = [start(tree, tests, LIMIT, keep_bytecode=True) for tree in self.free]  # keeps bytecode for the mutants
+        trials = [start(tree, tests, LIMIT, keep_bytecode=True) for tree in self.free]  # the mutants use this bytecode
         for trial in trials:
             if (status := _wait(trial)) != PASSED:
                 raise SystemExit(f"{' '.join(tests)}: status {status} without a mutation\n{trial.output()}")
@@ -76,7 +76,7 @@ class Bench:
         self.sources.setdefault(mutation.path, target.read_text(encoding="utf-8"))
         target.write_text(mutation.source, encoding="utf-8")
         for stale in (target.parent / "__pycache__").glob(f"{target.stem}.*"):
-            stale.unlink()  # Python tells stale bytecode only by the source's size and second
+            stale.unlink()  # Python would miss a change that keeps the size and falls into the same second
         return start(tree, tests, FACTOR * self.times[tests] + SLACK)
 
     def restore(self, tree: Path, mutation: Mutation) -> None:
@@ -90,7 +90,7 @@ def _wait(trial: Trial) -> int:
 
 
 def run(bench: Bench, mutations: list[Mutation], *, module_tests_only: bool) -> Iterator[tuple[Mutation, bool, str]]:
-    """Yields every mutation, whether it was killed, and by what. `module_tests_only`: only the tests of its module run."""
+    """Yields every mutation, whether it was killed, and by which test or how. `module_tests_only`: only its module's tests run."""
     waiting = [(mutation, MODULES[mutation.path]) for mutation in reversed(mutations)]
     running: list[tuple[Trial, Mutation, tuple[str, ...]]] = []
     try:

@@ -1,6 +1,6 @@
-"""The modules that are mutated, and the tests that should detect it.
+"""The modules that are mutated, and the tests that should detect the mutations.
 
-These modules validate bundles, run calls and make recordings: their errors would go unnoticed.
+These modules validate bundles, run calls and make recordings: an error in them would go unnoticed.
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ MODULE = "module"
 """Name for code outside of functions."""
 
 SYMMETRIC = ("max", "min")
-"""Functions whose arguments can be swapped."""
+"""Functions for which the order of the arguments does not matter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutation:
     """`path` from the root, with its `source` after the edit. `removed` and `added` are the lines that differ, without indentation.
-    `within` is the function that contains them, "" outside of any."""
+    `within` is the function that contains them, "" for module code."""
 
     path: str
     line: int

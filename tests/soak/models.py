@@ -38,7 +38,7 @@ class Answer:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """A bundle and its right answers: `calls` are independent, `sequences` are calls in a row after `reset`. `seeded`: each
-    sequence follows `seed` with its number. `shared`: an output lies in memory of the session."""
+    sequence follows `seed` with its number. `shared`: an output is in memory of the session."""
 
     name: str
     path: Path
@@ -87,7 +87,7 @@ def cases(folder: Path, device: str) -> list[Case]:
             sequences=tuple([_sequence(state_models.running(), number, device) for number in range(SEQUENCES)]),
             shared=True,
         ),
-        _drawn(_built(folder, "draws", state_models.draws(), state_models.singles, device)),
+        _random_case(_built(folder, "draws", state_models.draws(), state_models.singles, device)),
     ]
 
 
@@ -116,16 +116,16 @@ def _sequence(model: nn.Module, number: int, device: str) -> tuple[Answer, ...]:
 
 def _answer(model: nn.Module, inputs: Inputs, batch: int, draw: int, device: str) -> Answer:
     arguments = written_models.draw(inputs, batch, draw)
-    there = tuple([tensor.to(device, copy=True) for tensor in arguments])
+    moved = tuple([tensor.to(device, copy=True) for tensor in arguments])
     with torch.no_grad():
-        returned = model(*there)
+        returned = model(*moved)
     outputs = returned if isinstance(returned, tuple) else (returned,)
-    after = tuple([tensor.cpu() for tensor in there])
+    after = tuple([tensor.cpu() for tensor in moved])
     return Answer(batch=batch, inputs=arguments, outputs=tuple([tensor.cpu().clone() for tensor in outputs]), after=after)
 
 
-def _drawn(path: Path) -> Case:
-    """Random numbers have no eager counterpart: the answers come from one thread, before all others start."""
+def _random_case(path: Path) -> Case:
+    """Eager PyTorch draws other random numbers, so the answers come from the bundle, in one thread before all others start."""
     sequences = []
     with cgbundle.load(path) as program:
         for number in range(SEQUENCES):

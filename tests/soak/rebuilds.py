@@ -55,7 +55,7 @@ def build(folder: Path, count: int) -> list[Path]:
 
 
 def answers(variants: list[Path]) -> dict[str, str]:
-    """Returns the answer of each bundle by name, without replacement."""
+    """Returns the answer of each bundle by name, while no bundle is replaced."""
     by_name = {}
     for path in variants:
         with cgbundle.load(path, check="full") as program:
@@ -71,7 +71,7 @@ def publish(variant: Path, destination: Path) -> None:
 
 
 def start(path: Path, expected: dict[str, str]) -> subprocess.Popen[str]:
-    """Starts a reader, which has loaded the bundle once."""
+    """Starts a reader, and waits until it has loaded the bundle once."""
     command = [sys.executable, "-m", "tests.soak.reader", str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -106,12 +106,12 @@ def soak(variants: list[Path], folder: Path, rebuilds: int, readers: int) -> boo
         process.stdin.close()
     for process in processes:
         assert process.stdout is not None
-        told_at_last = process.stdout.read()
+        output = process.stdout.read()
         process.wait()
         if process.returncode:
             died += 1
             continue
-        row = json.loads(told_at_last)
+        row = json.loads(output)
         counts.update(row["counts"])
         seen.update(row["seen"])
         failures.update(row["failures"])
@@ -127,7 +127,6 @@ def soak(variants: list[Path], folder: Path, rebuilds: int, readers: int) -> boo
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.rebuilds", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rebuilds", type=int, default=1000)
     parser.add_argument("--readers", type=int, default=4)

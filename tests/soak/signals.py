@@ -69,7 +69,7 @@ class Signals:
 
 
 class Case:
-    """A way of calling: a golden bundle, its kind of input, and the options of its load."""
+    """How calls are made: a golden bundle, its kind of input, and the options of its load."""
 
     def __init__(self, golden: str, kind: str, session: bool, views: bool) -> None:
         self.golden, self.kind, self.session, self.views = golden, kind, session, views
@@ -119,7 +119,7 @@ def right(case: Case, program: Any, x: Any) -> list[float]:
 
 
 def run(case: Case, signals: Signals, count: int, draw: random.Random) -> dict[str, int]:
-    """Interrupts calls of one loaded program, and its close at the end."""
+    """Sends a signal during each of `count` calls of one loaded program, and during its close. Returns the counts."""
     program, root = case.load()
     x = case.input(draw)
     expected = right(case, program, x)
@@ -128,16 +128,16 @@ def run(case: Case, signals: Signals, count: int, draw: random.Random) -> dict[s
         right(case, program, x)
     typical = (time.perf_counter() - began) / 20 * 1e6
     counts = {"interrupted": 0, "ended": 0, "wrong": 0}
-    beside, stop = [0], threading.Event()
+    wrong_in_thread, stop = [0], threading.Event()
 
-    def call_beside() -> None:
+    def call_in_thread() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGALRM,))
         while not stop.wait(0.002):
-            beside[0] += numbers(program(x)) != expected
+            wrong_in_thread[0] += numbers(program(x)) != expected
 
     other = None
     if not case.session and not len(program.state) and not case.views:
-        other = threading.Thread(target=call_beside)
+        other = threading.Thread(target=call_in_thread)
         other.start()
     try:
         for _ in range(count):
@@ -150,7 +150,7 @@ def run(case: Case, signals: Signals, count: int, draw: random.Random) -> dict[s
         stop.set()
         if other is not None:
             other.join()
-    counts["wrong"] += beside[0]
+    counts["wrong"] += wrong_in_thread[0]
     for closed in (program, root):
         while not signals.during(closed.close, draw.uniform(1, 200))[0]:
             counts["interrupted"] += 1

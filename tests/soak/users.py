@@ -1,8 +1,8 @@
 """The actions of a thread of the soak test: random calls, sessions, loads, closes and reloads, with every answer compared.
 
 A `Slot` holds a program that all threads use and any thread may replace. A call of a program that was just closed raises an error,
-and the caller takes the new one. Results that end with their memory (views and shared outputs of a GPU program) are used by one
-thread only.
+and the caller takes the new one. Results that become invalid with their memory (views and shared outputs of a GPU program) are used
+by one thread only.
 """
 
 from __future__ import annotations

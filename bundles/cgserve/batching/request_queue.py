@@ -1,7 +1,7 @@
 """A bounded queue of requests with deadlines, which are answered in batches.  An invalid request does not fail others.
 
-A call of a recorded size takes the same time for any number of real rows.  So requests of one group, whose rows can share a call,
-wait briefly for each other.  Uses asyncio only.  tensors/entry.py uses it, and token_batches.py for sequences of tokens.
+A call of a recorded size takes the same time, however many of its rows are padding.  So requests of one group, whose rows can share
+a call, wait briefly for each other.  Uses asyncio only.  tensors/entry.py uses it, and token_batches.py for sequences of tokens.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Late(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
-    """A waiting request: its item and number of rows, its start and deadline (seconds of the event loop's clock), the future of its
-    answer, and the context variables of its caller."""
+    """A waiting request: its item and number of rows, its arrival and deadline (seconds of the event loop's clock), the future of
+    its answer, and the context variables of its caller."""
 
     item: Any
     rows: int
@@ -126,7 +126,7 @@ class RequestQueue:
 
     def _forget(self, group: Hashable, waiting: Waiting) -> None:
         queue = self._queues.get(group, deque())
-        with suppress(ValueError):  # it is in a running call
+        with suppress(ValueError):  # its call runs: it has left the queue
             queue.remove(waiting)
             self._count, self._rows = self._count - 1, self._rows - waiting.rows
         if not queue:

@@ -1,7 +1,7 @@
 """Batches sequences of tokens: a queue of requests, grouped by the recorded length that each needs.
 
-A call of a recorded size takes the same time for any number of real rows, so a server waits briefly for more requests
-(request_queue.py).  A request shares calls with others of the same recorded length, and is padded only to that length.
+A request waits briefly for others (request_queue.py says why).  It shares calls with others of the same recorded length, and is
+padded only to that length.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def sizes_of(program: cgbundle.Program) -> tuple[int, tuple[int, ...]]:
 
 
 def calls_of(program: cgbundle.Program, calls: int, spans: Spans) -> Call:
-    """Returns a call from rows of tokens to output rows, for `calls` threads; the runtime pads to the next recorded batch."""
+    """Returns a function from rows of tokens to output rows, which `calls` threads may call at once.  The runtime pads to the next
+    recorded batch."""
     free = SimpleQueue[cgbundle.Program]()
     for session in [program, *[program.session() for _ in range(calls - 1)]]:
         free.put(session)

@@ -1,6 +1,6 @@
 """Spans of requests for OpenTelemetry, if its package is installed: a request, its time in the queue, and its replay.  The tracer
 provider of the process exports them: `pip install opentelemetry-distro opentelemetry-exporter-otlp`, then `opentelemetry-instrument
-cgcompile serve models`.  Without the package nothing is done.
+cgcompile serve models`.  Without the package there are no spans.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def is_language_model(manifest: Any) -> bool:
 
 
 def cache_of(manifest: Any) -> Cache:
-    """Returns the cache of a language model's bundle.  Only this function reads the number of pages."""
+    """Returns the cache of a language model's bundle."""
     shapes = {weight.name: weight.shape for weight in manifest.weights}
     pages, _, page, _ = shapes["keys_0"]
     slots, vocabulary = shapes["seen"]
@@ -74,8 +74,8 @@ class BundleModel:
             self._chooser = Chooser(self._entries["choose"], [size["batch"] for size in self._sizes["choose"]])
 
     def prepare(self, step: Step) -> Call:
-        """Returns a call for a step and writes its inputs now, even while the previous call runs.  Two calls may wait; they must be
-        called in order.  Calling raises CgbundleError."""
+        """Returns a call for a step.  Writes its inputs now, even while the previous call runs.  At most two calls may be prepared
+        or running, and they must be called in order.  A call raises CgbundleError."""
         lanes = step.lanes
         size = self._smallest(step)
         batch, seq, blocks = size["batch"], size.get("seq", 1), size["blocks"]
@@ -117,7 +117,7 @@ class BundleModel:
 
     def load_adapter(self, place: int, adapter: AdapterWeights) -> None:
         """Stores an adapter in the bank, for the following calls.  Raises CgbundleError, and AdapterError for numbers that are not
-        finite; that place then has zeros."""
+        finite; in that case the place holds zeros."""
         index, scale = array("q", [place]), array("f", [adapter.scale])
         output = self._entries[ENTRY](from_bytes(index, "int64", (1,)), from_bytes(scale, "float32", (1,)), dict(adapter.factors))
         if not output["finite"].tolist():
@@ -136,8 +136,8 @@ class BundleModel:
         output = self._entries["generate"](*[column.tensor for column in columns], *others)
         tokens, logprobs, counts = [output[name].tolist()[: len(step.lanes)] for name in ("tokens", "logprobs", "count")]
         rows = [
-            [Token(*pair) for pair in zip(row[:count], theirs, strict=False)]
-            for row, theirs, count in zip(tokens, logprobs, counts, strict=True)
+            [Token(*pair) for pair in zip(row[:count], row_logprobs, strict=False)]
+            for row, row_logprobs, count in zip(tokens, logprobs, counts, strict=True)
         ]
         rows = with_reread(rows, output)
         return Made([row[-1].id for row in rows], lambda: rows)

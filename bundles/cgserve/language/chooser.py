@@ -1,4 +1,4 @@
-"""Chooses tokens of lanes with rules.  A thread computes their masks while a call computes their logits; the entry `choose` uses
+"""Chooses tokens of lanes with rules.  A thread computes their masks while a call computes their logits.  The entry `choose` uses
 both."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ChoiceTables:
         self.inputs = self.slot.tensor, self.place.tensor, fields, tuple([column.tensor for column in columns])
 
     def begin(self, lanes: Sequence[Lane], *, fresh: bool) -> None:
-        """Writes the inputs for these lanes; the others are off.  `fresh`: their slots drop earlier biases."""
+        """Writes the inputs for these lanes, and switches the other rows off.  `fresh`: the lanes' slots drop earlier biases."""
         for row, lane in enumerate(lanes):
             assert lane.rules is not None
             self.slot.numbers[row], self.place.numbers[row] = lane.slot, lane.start + len(lane.ids)
@@ -41,7 +41,7 @@ class ChoiceTables:
                 self.slot.numbers[row] = 0
 
     def change(self, lanes: Sequence[Lane], changes: Sequence[dict[int, float]]) -> None:
-        """Writes up to `biases` changed biases per lane, and removes them from `changes`.  Unused places repeat a bias."""
+        """Writes up to `biases` changed biases per lane, and removes them from `changes`.  Repeats one bias if there are fewer."""
         for row, (lane, changed) in enumerate(zip(lanes, changes, strict=True)):
             assert lane.rules is not None
             tokens = list(islice(changed, self.biases)) or [0]
@@ -94,7 +94,7 @@ class Chooser:
         tables.begin(lanes, fresh=fresh)
         tables.change(lanes, changes)
         output = self._entry(*tables.inputs)
-        while any(changes):  # more biases than one call can set: the last call has all of them
+        while any(changes):  # a call sets only some of the biases: the output of the last call uses all of them
             tables.begin(lanes, fresh=False)
             tables.change(lanes, changes)
             output = self._entry(*tables.inputs)
@@ -106,8 +106,8 @@ def tokens_of(lanes: Sequence[Lane], output: Mapping[str, Any]) -> list[Token]:
     tokens, logprobs = output["token"].tolist(), output["logprob"].tolist()
     if not any([lane.sampling.alternatives for lane in lanes]):
         return [Token(token, logprob) for token, logprob, _ in zip(tokens, logprobs, lanes, strict=False)]
-    best, theirs = output["top_token"].tolist(), output["top_logprob"].tolist()
+    top, top_logprobs = output["top_token"].tolist(), output["top_logprob"].tolist()
     return [
-        Token(tokens[row], logprobs[row], tuple(zip(best[row], theirs[row], strict=True))[: lane.sampling.alternatives])
+        Token(tokens[row], logprobs[row], tuple(zip(top[row], top_logprobs[row], strict=True))[: lane.sampling.alternatives])
         for row, lane in enumerate(lanes)
     ]

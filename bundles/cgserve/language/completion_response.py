@@ -1,4 +1,4 @@
-"""The HTTP response to a request for completions: as a whole, or as a stream of server-sent events."""
+"""The HTTP response to a request for completions: one JSON object, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Completion(Response):
             metrics.answered(self._path, code)
 
     async def _pieces(self, stream: Stream, answers: Sequence[Answer], began: float) -> AsyncGenerator[tuple[int, Piece]]:
-        """(index, piece) of all choices, in the order of arrival."""
+        """Yields (index, piece) of all choices, in the order of arrival."""
         metrics = self._served.metrics
         try:
             async with asyncio.timeout(self._served.seconds):
@@ -91,7 +91,7 @@ class Completion(Response):
                 piece = answers[index].push(progress)
                 if piece is not None:
                     if piece.reason is not None:
-                        stream.cancel(index)  # a stop string ends it before the model does
+                        stream.cancel(index)  # a stop string ends an answer before the model does
                         self._check_rules(index)
                     yield index, piece
                 try:
@@ -110,7 +110,7 @@ class Completion(Response):
     async def _whole(
         self, parsed: ParsedBody, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
     ) -> Response:
-        """Returns the response in one piece, after the last token."""
+        """Returns the complete response, after the last token."""
         by_choice: list[list[Piece]] = [[] for _ in answers]
         async for index, piece in pieces:
             by_choice[index].append(piece)
@@ -128,7 +128,7 @@ class Completion(Response):
         """Sends the response as a stream of server-sent events.  Available events are sent together.  An error during the stream is
         its last event."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        head, spoken, begun, unsent = self._head(parsed), set[int](), False, list[str]()
+        head, started, begun, unsent = self._head(parsed), set[int](), False, list[str]()
 
         async def event(payload: dict[str, Any] | str, *, more: bool = True) -> None:
             nonlocal begun
@@ -144,10 +144,10 @@ class Completion(Response):
 
         try:
             async for index, piece in pieces:
-                choice_json = choice(parsed, index, piece, self._served.language, first=index not in spoken)
-                if parsed.echo and index not in spoken:
+                choice_json = choice(parsed, index, piece, self._served.language, first=index not in started)
+                if parsed.echo and index not in started:
                     choice_json = with_echo(choice_json, self._requests[index].prompt, self._served.language)
-                spoken.add(index)
+                started.add(index)
                 await event(head | {"choices": [choice_json]} | ({"usage": None} if parsed.usage else {}))
         except Refusal as refusal:
             if not begun:

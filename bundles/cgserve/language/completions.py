@@ -67,10 +67,11 @@ class Refusal(Exception):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedBody:
     """A parsed body.  `most`: maximum tokens of a choice, None for no limit; `alternatives`: None without log-probabilities;
-    `usage`: whether a stream ends with the counts.  `sampling`: only values of the body, which override the model's defaults.
-    `echo`: the answer begins with the prompt; `special`: the tokenizer adds special tokens to a text; `stop_tokens`: end an answer,
-    in addition to the model's, which `ignore_end` disables; `template`: arguments of the chat template; `schema`: the JSON schema
-    of the answer; `wishes`: other constraints on its tokens; `toolbox`: the tools that it may call."""
+    `usage`: whether a stream ends with the counts of tokens.  `sampling`: only values of the body, which override the model's
+    defaults.  `echo`: the answer begins with the prompt; `special`: the tokenizer adds special tokens to a text; `stop_tokens`:
+    tokens that end an answer, in addition to the model's; `ignore_end`: the model's do not end it; `template`: arguments of the
+    chat template; `schema`: the JSON schema of the answer; `wishes`: other constraints on its tokens; `toolbox`: the tools that it
+    may call."""
 
     chat: bool
     model: str | None
@@ -94,8 +95,8 @@ class ParsedBody:
 
     @property
     def scored(self) -> bool:
-        """Whether prompt tokens are generated one by one like those of answers.  This is necessary to return their
-        log-probabilities, or if nothing else is returned."""
+        """Whether prompt tokens are generated one by one like those of answers.  This is necessary if the response has their
+        log-probabilities, or nothing but the prompt."""
         return self.echo and (self.alternatives is not None or self.most == 0)
 
 
@@ -272,7 +273,7 @@ def alternatives_of(body: dict[str, Any], *, chat: bool) -> int | None:
     return count if enabled else None
 
 
-# --- what is answered ---------------------------------------------------------------------------------------------------
+# --- responses -----------------------------------------------------------------------------------------------------
 
 
 def with_echo(choice_json: dict[str, Any], prompt: Sequence[int], language: Language) -> dict[str, Any]:

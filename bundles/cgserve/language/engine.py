@@ -53,7 +53,7 @@ class Stopping(Exception):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """An engine's state after a step: requests, pages of the cache, and `shared`, the tokens that were not read again."""
+    """An engine's state after a step: requests, pages of the cache, and as in `Scheduler` `preempted` and `shared`."""
 
     running: int
     waiting: int
@@ -127,7 +127,7 @@ class Engine:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._calls: SimpleQueue[tuple[Call, bool] | Callable[[], None] | None] = SimpleQueue()
         self._outcomes: SimpleQueue[tuple[Outcome, float]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # a second signal ends the process
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # so that a second signal ends the process
         self._numbers = itertools.count()
         self._streams: dict[object, tuple[int, Queue]] = {}  # by key: index of the request in its block, and the block's queue
         self._places: dict[object, int] = {}  # by key: the request's place in the bank
@@ -264,7 +264,7 @@ class Engine:
             self._loop.call_soon_threadsafe(self._end)
 
     def _read_inbox(self, *, wait: bool) -> bool:
-        """Executes the requests of the inbox, with `wait` at least one.  Returns False if the engine must end."""
+        """Calls the functions in the inbox, and with `wait` waits for the first.  Returns False if the engine must end."""
         while wait or not self._inbox.empty():
             action = self._inbox.get()
             if action is None:

@@ -15,10 +15,10 @@ SAMPLING = {
     "temperature": "float32", "top_k": "int64", "top_p": "float32", "penalty": "float32", "seed": "int64", "alternatives": "int64",
     "min_p": "float32", "deferred": "int64",
 }  # fmt: skip
-"""The fields of sampling.Sampling, in order."""
+"""The fields of Sampling in cgcompile/language_models/sampling.py."""
 
 NEUTRAL, DEFERRED = Sampling(temperature=0.0), Sampling(temperature=0.0, deferred=1)
-"""Sampling of a lane that is off, and of a lane whose token the entry `choose` chooses."""
+"""Sampling of an unused lane, and of a lane whose token the entry `choose` chooses."""
 
 KINDS = {"float32": "f", "int64": "q", "int32": "i"}
 
@@ -48,7 +48,7 @@ class LaneTables:
         self._used = 0
 
     def fill(self, lanes: Sequence[Lane]) -> None:
-        """Writes the inputs for a step with these lanes; the others are off."""
+        """Writes the inputs for a step with these lanes, and switches the other rows off."""
         used, texts, written = len(lanes), self._texts, self._written
         for row, lane in enumerate(lanes):
             pages = lane.pages
@@ -71,7 +71,7 @@ class LaneTables:
         self.start.numbers[:used] = array("q", [lane.start for lane in lanes])
 
     def _begin(self, row: int, lane: Lane) -> None:
-        """Assigns a row to another lane."""
+        """Writes all inputs of a row for another lane."""
         pages, begin = array("q", lane.pages), row * self.blocks
         rest = max(0, self._written[row] - len(pages))
         self.pages.numbers[begin : begin + len(pages) + rest] = pages + array("q", [0]) * rest
@@ -90,7 +90,7 @@ class LaneTables:
 
 
 def sampling_columns(rows: int) -> dict[str, Column]:
-    """Returns columns for the fields of sampling.Sampling, with the values of lanes that are off."""
+    """Returns columns for the fields of `SAMPLING`, with the values of unused lanes."""
     return {name: Column(dtype, rows, (), getattr(NEUTRAL, name)) for name, dtype in SAMPLING.items()}
 
 

@@ -14,7 +14,7 @@ GAUGES = {
     "pages_free": "Pages of the cache that are free.", "preempted": "Requests that gave their pages back before their end.",
     "shared": "Tokens of equal beginnings that were not read again.",
 }  # fmt: skip
-"""By fields of State."""
+"""Texts of the gauges, by fields of State."""
 
 
 class LanguageFamilies:

@@ -37,7 +37,7 @@ class PromptReader:
         while True:
             served, parsed, requests = await self.run(work)
             same = self.choose(parsed.model) is served and served.adapter_of(parsed.model) == requests[0].adapter
-            if same:  # else the version or the adapter changed meanwhile; the caller opens the requests without an await
+            if same:  # no version or adapter has changed since `work`; the caller opens the requests before its next await
                 return served, parsed, requests
 
     async def run(self, work: Callable[[], Any]) -> Any:

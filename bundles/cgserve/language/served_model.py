@@ -28,7 +28,7 @@ USUAL, SLACK = 4, 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedAdapter:
-    """An adapter with a name: the folder that it was read from, its creation time in seconds, and its place."""
+    """An adapter with a name: the folder that it was read from, when it was loaded (Unix time), and its place in the bank."""
 
     folder: Path
     created: int
@@ -128,7 +128,8 @@ class ServedModel:
         self, parsed: ParsedBody, prompt: tuple[int, ...], most: int, stop: tuple[int, ...], sampling: Sampling,
         matcher: GrammarMatcher | None, adapter: Adapter,
     ) -> Request:  # fmt: skip
-        """Returns a request, with rules if necessary.  Of a scored prompt only the first token is read; the others are forced."""
+        """Returns a request, with rules if necessary.  If `parsed.scored`, the rules force all tokens of the prompt but the
+        first."""
         forced = prompt[1:] if parsed.scored else ()
         if not forced and not most:
             raise Refusal(400, "max_tokens: 0 needs a prompt of two tokens", "max_tokens")

@@ -34,7 +34,7 @@ class Detokenizer:
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
         self._decode = decode
         self._ids = list(prompt[-PREFIX_TOKENS:])
-        # the text between them was returned; neither is inside a character
+        # the text between these two indices was returned; neither is inside a character
         self._begin, self._end = 0, len(self._ids)
 
     def push(self, token: int) -> str:
@@ -55,7 +55,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string.  The pieces in which the text arrives do not affect the result."""
+    """Returns text up to the first stop string.  The result does not depend on how the text is split into pieces."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
@@ -173,7 +173,7 @@ def sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
     names = {
         "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty",
     }  # fmt: skip
-    sampling = {ours: generation[theirs] for theirs, ours in names.items() if type(generation.get(theirs)) in (int, float)}
+    sampling = {field: generation[name] for name, field in names.items() if type(generation.get(name)) in (int, float)}
     if "top_k" in sampling:
         sampling["top_k"] = max(0, int(sampling["top_k"]))
     return {"temperature": 0.0, **sampling} if generation.get("do_sample") is False and not sampling else sampling

@@ -19,11 +19,11 @@ from .version import Identity, Version, Watch
 
 
 class BundleCache:
-    """Keeps at most `limit` bytes of loaded bundles, by the memories in their manifests, and evicts the least recently used.
-    Checks the folder every `poll` seconds while requests arrive.
+    """Keeps at most `limit` bytes of loaded bundles, and evicts the least recently used.  Manifests give the bytes.  Checks the
+    folder every `poll` seconds while requests arrive.
 
-    A model evicts others only if it was loaded and tested, or if only memory is missing.  The reason of a refused model is kept
-    until its files change."""
+    A model evicts others only after it was loaded and tested, or if it lacks nothing but memory.  The error of a refused model
+    is kept until its files change."""
 
     def __init__(self, folder: str | Path, limit: int, options: Options, poll: float, tell: Tell = json_log) -> None:
         self._folder, self._limit, self._options, self._poll, self._tell = Path(folder), limit, options, poll, tell
@@ -40,22 +40,22 @@ class BundleCache:
 
     @property
     def failure(self) -> Exception | None:
-        """The error if the GPU failed: this process cannot use it any more."""
+        """The error after which this process cannot use its GPU, or None."""
         failures = [model.current.failure for model in self._models.values() if model.current is not None]
         return next((failure for failure in failures if failure is not None), None)
 
     async def version(self, name: str) -> Version:
-        """Returns the version of a model that serves, and loads it if necessary.  It stays open until the next `await`.  Raises
-        KeyError for an unknown model, Refused if none of its versions can be served."""
+        """Returns the version of a model that serves, and loads it if necessary.  It stays open until the caller's next `await`.
+        Raises KeyError for an unknown model, Refused if none of its versions can be served."""
         if name not in self._models:
             async with self._turn:
-                if name not in self._models:  # no other task was faster
+                if name not in self._models:  # another task may have loaded it during the wait
                     await self._open(name)
         elif time.monotonic() - self._looked > self._poll:
             self._looked = time.monotonic()
             self._later(self._refresh())
         model = self._models.get(name)
-        if model is None or model.current is None:  # closed meanwhile
+        if model is None or model.current is None:  # it was closed during the wait
             return await self.version(name)
         self._models.move_to_end(name)
         return model.current

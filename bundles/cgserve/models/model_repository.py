@@ -25,7 +25,7 @@ Found = dict[str, dict[int, tuple[Path, Identity]]]
 
 class Repository:
     """`async with Repository(look, ...) as repository:` serves the models that `look` finds, and checks again every `poll` seconds.
-    `models`: those that have, or had, a version.  `looked`: whether the first check has ended."""
+    `models`: all models that have a version or still serve one.  `looked`: whether the first check has ended."""
 
     def __init__(self, look: Callable[[], Found], options: Options, poll: float, watch: Watch, tell: Tell) -> None:
         self.models: dict[str, Model] = {}
@@ -45,7 +45,8 @@ class Repository:
 
     def serving(self) -> Iterator[Version]:
         """Returns the versions that serve."""
-        return (model.current for model in list(self.models.values()) if model.current is not None)  # other threads call this, too
+        # a copy: other threads call this, too
+        return (model.current for model in list(self.models.values()) if model.current is not None)
 
     async def refresh(self) -> None:
         """Checks the files now.  Raises OSError if a folder cannot be read."""
@@ -79,7 +80,7 @@ def scan(folder: Path) -> Found:
         for version in model.iterdir():
             if version.name.isascii() and version.name.isdigit() and version.name[0] != "0":
                 path = version / "model.cgb" if (version / "model.cgb").is_dir() else version
-                with suppress(OSError):  # no bundle, or not yet: bundles are written atomically
+                with suppress(OSError):  # no bundle, or it is not complete yet: bundles are written atomically
                     versions[int(version.name)] = (path, identity_of(path))
         if versions:
             bundles[model.name] = versions
@@ -89,5 +90,5 @@ def scan(folder: Path) -> Found:
 def identity_of(bundle: Path) -> Identity:
     """Identifies a bundle by its files.  Raises OSError if there is no bundle."""
     os.stat(bundle / "manifest.json")
-    files = [file.stat() for file in sorted(bundle.rglob("*"))]  # a single file may be replaced
+    files = [file.stat() for file in sorted(bundle.rglob("*"))]  # all, because a user may replace a single file
     return tuple([(status.st_ino, status.st_size, status.st_mtime_ns) for status in files])

@@ -59,7 +59,7 @@ class Version:
     for each copy.
 
     `entries`: those that the Open Inference Protocol serves, by name; `not_served`: why others are not; `language`: the language
-    model, or None; `text`: the model of texts if it has a tokenizer; `words`: the tokenizer of either.
+    model, or None; `text`: the embedding model, reranker or classifier, or None; `words`: the tokenizer of either, or None.
     """
 
     def __init__(self, model: str, number: int, identity: Identity) -> None:
@@ -77,10 +77,10 @@ class Version:
     async def open(self, path: Path, options: Options, watch: Watch, before: Version | None) -> None:
         """Loads the bundle, replays its self-test, and accepts requests.  `before`: the version that serves, None if this is the
         first.  The first version starts with a short self-test (see `first_keys`), or without one for a language model, because
-        nothing serves yet. Raises Refused."""
+        nothing serves yet.  Raises Refused."""
         self._options, self._first = options, before is None
         self._adapters = dict(options.adapters)
-        if before is not None and before.language is not None:  # adapters may have changed since the start
+        if before is not None and before.language is not None:  # clients may have loaded adapters since the start
             self._adapters = {name: adapter.folder for name, adapter in before.language.adapters.items()}
         self._words = before.words if before is not None else None
         copies = max(1, len(options.devices))
@@ -135,12 +135,12 @@ class Version:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that it serves."""
+        """The names under which the version serves."""
         return tuple(self.entries) or (self.model,)
 
     @property
     def failure(self) -> cgbundle.CgbundleError | None:
-        """The error of its GPU, or None; after it the process cannot continue."""
+        """The error after which this process cannot use its GPU, or None."""
         calls = self.language.engine.last_error if self.language is not None else None
         return self._failure or (calls if calls is not None and calls.code == GPU_FAILED else None)
 
@@ -154,7 +154,7 @@ class Version:
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._program.close)
         except cgbundle.MachineError as error:
-            if error.code != GPU_FAILED:  # then there is nothing to free
+            if error.code != GPU_FAILED:  # after it, there is nothing to free
                 raise
         self._thread.shutdown()
         self._options.memory.give_back(self._size)
@@ -167,7 +167,7 @@ class Version:
         try:
             manifest = read_manifest(str(path))
             self.words = language = self._language(path, manifest, self._words)
-            self._words = None  # do not keep the previous version alive
+            self._words = None  # do not keep the previous version's tokenizer alive
             self._size = sum(dict(manifest.memories).values()) * max(1, len(devices))
             self._options.memory.take(self._size)
         except cgbundle.CgbundleError as error:
@@ -247,8 +247,8 @@ def read_tokenizer(folder: Path, before: Language | None) -> Language:
 
 
 def first_keys(manifest: Manifest) -> list[IntKey]:
-    """Returns the smallest and the largest int_key for each code.  On a processor a hundred int_keys may share one lowering; a
-    graph belongs to one."""
+    """Returns the smallest and the largest int_key of those that run the same files: on a CPU a hundred may share one, on a GPU
+    every int_key has its own graph."""
     keys_by_code: dict[tuple[str, ...], list[IntKey]] = {}
     for entry in manifest.entries:
         for program in entry.programs:

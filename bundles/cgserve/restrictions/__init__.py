@@ -1,1 +1,1 @@
-"""Restrictions of an answer's tokens: grammars, biases, penalties by count; and tool calls, which grammars describe."""
+"""Restrictions of an answer's tokens: grammars, biases, penalties for repeated tokens; and tool calls, which grammars describe."""

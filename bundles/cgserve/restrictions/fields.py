@@ -1,5 +1,5 @@
 """Reads fields of a body that restrict an answer: response_format, tools with tool_choice, logit_bias.  The functions raise
-ValueError with a sentence."""
+ValueError for an invalid field."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class MissingEngine(Exception):
 
 
 class Matcher(Protocol):
-    """The state of a text in its grammar."""
+    """How far a text has been matched with its grammar."""
 
     def take(self, token: int) -> str | None:
         """Adds a token.  Returns the error of the engine, or None."""
@@ -74,7 +74,7 @@ class Grammars:
         self._tokens = llguidance.LLTokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(ends))
 
     def special(self, tags: Sequence[str]) -> dict[str, int]:
-        """Returns those of the texts that are single special tokens of the engine, with their tokens."""
+        """Returns the token of every tag that is a single special token of the engine; omits the other tags."""
         special_tokens = {}
         for tag in tags:
             tokens = self._tokens.tokenize_str(tag, parse_special=True)

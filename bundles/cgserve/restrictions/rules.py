@@ -30,14 +30,14 @@ class Wishes:
 
 class TokenRules:
     """`scheduling.requests.Rules` of one request.  `words`: the mask of the next token; `failure`: why the grammar engine failed;
-    then the answer can only end."""
+    then only tokens that end the answer are allowed."""
 
     def __init__(
         self, vocabulary: int, prompt: int, wishes: Wishes, ends: Sequence[int], matcher: Matcher | None,
         forced: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`vocabulary`: tokens of the model; `prompt`: the number of read tokens; `ends`: tokens that end the answer; `forced`:
-        prompt tokens that are generated one by one, before the answer."""
+        """`vocabulary`: number of tokens of the model; `prompt`: number of prompt tokens before the first generated one; `ends`:
+        tokens that end the answer; `forced`: prompt tokens that are generated one by one, before the answer."""
         self.words: array[Any] = array("i", [ALL]) * -(-vocabulary // WORD_BITS)
         self.failure: str | None = None
         self._prompt, self._wishes, self._ends, self._matcher = prompt, wishes, ends, matcher
@@ -46,7 +46,7 @@ class TokenRules:
         self._taken = 0
 
     def follow(self, place: int, token: int, *, fresh: bool) -> Mapping[int, float]:
-        """Adds the token before `place`, unless it was added before: a text is read again after it has lost its pages."""
+        """Adds the token before `place`, unless it was added before: a text that has lost its pages is read again."""
         count, changed = place - self._prompt, set[int]()
         if count == self._taken + 1:
             self._taken = count

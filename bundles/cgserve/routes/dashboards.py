@@ -27,8 +27,8 @@ VLLM = {
 
 
 class TritonNumber(NamedTuple):
-    """A metric of Triton: the sum of our samples, times `unit`.  `succeeded`: only requests with status 200, or all others; None
-    for samples without a status."""
+    """A metric of Triton: the sum of our samples, times `unit`.  `succeeded`: True counts requests with status 200, False the
+    others; None for samples without a status."""
 
     name: str
     sample: str
@@ -45,7 +45,7 @@ TRITON = (
     TritonNumber("nv_inference_compute_infer_duration_us", "cgbundle_call_seconds_sum", unit=1e6),
     TritonNumber("nv_inference_pending_request_count", "cgbundle_waiting_requests"),
 )
-"""By model and version.  Triton's counters have no suffix `_total`, so their type is given as unknown."""
+"""By model and version.  Their type is `unknown`, because Triton's counters lack the suffix `_total`."""
 
 
 class Dashboards(Collector):
@@ -56,11 +56,11 @@ class Dashboards(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yields the current metrics."""
-        ours = list(self._registry.collect())
-        yield from (_renamed(metric, *VLLM[metric.name]) for metric in ours if metric.name in VLLM)
-        yield _cache_use(ours)
+        metrics = list(self._registry.collect())
+        yield from (_renamed(metric, *VLLM[metric.name]) for metric in metrics if metric.name in VLLM)
+        yield _cache_use(metrics)
         for number in TRITON:
-            yield _triton(ours, number)
+            yield _triton(metrics, number)
 
 
 def _renamed(metric: Metric, name: str, kind: str) -> Metric:
@@ -73,10 +73,10 @@ def _renamed(metric: Metric, name: str, kind: str) -> Metric:
     return renamed
 
 
-def _cache_use(ours: Iterable[Metric]) -> Metric:
+def _cache_use(metrics: Iterable[Metric]) -> Metric:
     """Returns the fraction of the cache's pages in use."""
     pages: dict[str, dict[str, float]] = defaultdict(dict)
-    for metric in ours:
+    for metric in metrics:
         if metric.name in ("cgbundle_llm_pages_used", "cgbundle_llm_pages_free"):
             for sample in metric.samples:
                 pages[sample.labels["model"]][metric.name.rpartition("_")[2]] = sample.value
@@ -87,9 +87,9 @@ def _cache_use(ours: Iterable[Metric]) -> Metric:
     return use
 
 
-def _triton(ours: Iterable[Metric], number: TritonNumber) -> Metric:
+def _triton(metrics: Iterable[Metric], number: TritonNumber) -> Metric:
     values: dict[tuple[str, str], float] = defaultdict(float)
-    for metric in ours:
+    for metric in metrics:
         for sample in metric.samples:
             counts = number.succeeded in (None, sample.labels.get("code") == "200")
             if sample.name == number.sample and counts:

@@ -34,13 +34,13 @@ TOGETHER = 1024
 """Maximum concurrent calls: more are RESOURCE_EXHAUSTED."""
 
 OPEN = {"ServerLive", "ServerReady"}
-"""Methods without a key, as over HTTP.  Their empty message is not read."""
+"""Methods that need no key, as over HTTP.  Their empty message is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """Address and access of the server.  `largest`: maximum bytes of all messages in progress; one message may have half of it;
-    `keys`: a call needs one of them if there are any; `certificate` and `private_key`: PEM, or neither."""
+    """Address and access of the server.  `largest`: maximum bytes of all messages in progress; one message may have half of it.
+    `keys`: if there are any, a call needs one of them.  `certificate` and `private_key`: both in PEM, or both None."""
 
     host: str
     port: int
@@ -83,14 +83,14 @@ class GrpcInference:
         if name in OPEN:
             return await method(None, headers)
         try:
-            data = await self._receptions.receive(context.read)  # the iterator would keep a reference
+            data = await self._receptions.receive(context.read)  # `_messages` would keep a reference to the bytes
         except Crowded as crowded:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(crowded))
         if data is grpc.aio.EOF:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message is missing")
         size = len(data)
         if self._held + size > self._largest:
-            del data  # the raised error keeps this frame alive
+            del data  # the error that `abort` raises keeps this frame alive
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server holds as many bytes of requests as it may: ask again")
         self._held += size
         try:

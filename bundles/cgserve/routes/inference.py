@@ -95,7 +95,7 @@ class Inference:
         await self.load(request.path_params["model"])
         return JSONResponse({})
 
-    # --- what any transport asks ------------------------------------------------------------------------------
+    # --- for HTTP and gRPC ------------------------------------------------------------------------------------
 
     def why_not_live(self) -> str | None:
         """Returns why the server cannot work, or None."""
@@ -131,8 +131,8 @@ class Inference:
         self, name: str, wanted: str | None, headers: Mapping[str, str],
         call: Callable[[Callable[[], Awaitable[Serving]], Tell], Awaitable[Answer]],
     ) -> Answer:  # fmt: skip
-        """Runs `call` for the entry in a span, counts the request, and returns the result.  The first argument of `call` returns
-        the version that serves.  Raises Refusal."""
+        """Awaits `call` in a span, counts the request, and returns the result.  The first argument of `call` is a function that
+        returns the version that serves.  Raises Refusal."""
         version, entry = self.entry(name, wanted)
 
         async def serving() -> Serving:

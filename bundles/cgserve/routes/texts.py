@@ -83,7 +83,7 @@ class Texts:
         head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model.name}
         return answered(head | {"data": data, "labels": list(model.labels), "usage": usage(texts)})
 
-    # --- what all of them do -------------------------------------------------------------------------------------------
+    # --- for all routes ------------------------------------------------------------------------------------------------
 
     async def _read(self, request: Request, task: Task) -> Read:
         """Returns the model, the body, and the tokens of its texts.  Raises Refusal."""

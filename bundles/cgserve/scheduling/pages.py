@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Known = tuple[int, tuple[int, ...]]
-"""Identifies the contents of a page: the number of the beginning before it, and its tokens.  Equal only if all tokens are.  Without
-a beginning the number is 0 or less, different for every adapter."""
+"""Identifies the contents of a page: the number of the beginning before it, and its tokens.  So all tokens before it count, too.
+For the first page of a text the number is 0 or less, different for every adapter."""
 
 
 class Pool:
@@ -133,7 +133,7 @@ class Pages:
         return fresh.number, fresh
 
     def written(self, beginning: Beginning) -> None:
-        """Marks the page as written; its user has kept it all the time."""
+        """Marks the page as written.  Its user must have kept it since `begin`."""
         beginning.written = True
         self._written[beginning.page] = beginning
 

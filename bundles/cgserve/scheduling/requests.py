@@ -20,12 +20,13 @@ class Limits:
     """The sizes that a bundle was built for.
 
     `page`: tokens in a page; `pages`, `slots`: their counts including number 0, which is never allocated; `blocks`: maximum pages
-    of a lane; `readers` and `chunk`: the numbers of lanes of a prefill call, ascending, and tokens of each lane; `lanes`: of a
-    decode call; `loop_lanes` and `turns`: lanes of a generate call and tokens per lane, 0 and 1 without such a call.
+    of a lane; `readers` and `chunk`: the numbers of lanes of a prefill call, ascending, and maximum tokens of each lane; `lanes`:
+    maximum lanes of a decode call; `loop_lanes` and `turns`: maximum lanes of a generate call and tokens per lane, 0 and 1 without
+    such a call.
 
     `several`: whether a prefill call may have consecutive lanes of one text.  `shared`: whether texts with equal beginnings may
     share pages.  Both are False if slots have states.  `ahead`: whether a second step may be planned before the first is finished;
-    False if tokens decide which text is read again.
+    False if the first decides whether a text must be read again.
 
     `vocabulary`: the number of tokens in a mask, 0 if calls support no restrictions.
     """
@@ -126,8 +127,8 @@ def check(request: Request, limits: Limits) -> None:
 
 
 class Token(NamedTuple):
-    """A generated token, its log-probability, and alternatives with theirs if requested.  `reread`: the model reads the whole text
-    again before this token, because it exceeded the original context (long ropes)."""
+    """A generated token and its log-probability; if requested, alternatives with log-probabilities.  `reread`: the model must read
+    the text again before this token, because it exceeded the original context of a LongRoPE model."""
 
     id: int
     logprob: float
@@ -136,8 +137,8 @@ class Token(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A request's part of a call: its new tokens `ids`, the `start` tokens that are already in `pages`, its slot, the maximum of
-    tokens to generate, and the `length` of its prompt.
+    """A request's part of a call: its new tokens `ids`, the number `start` of tokens that are already in `pages`, its slot, the
+    maximum of tokens to generate, and the `length` of its prompt.
 
     `behind`: if it is 0 or more, the new token is the result of that lane in the previous call, and `ids` has a 0 for it.  `pages`
     grows with the request: a later step may append pages.
@@ -169,7 +170,7 @@ class Step:
 
 
 class Made(NamedTuple):
-    """The results of a call: the last token of every lane, and with `rows` all tokens of every lane."""
+    """The results of a call: the last token of every lane; `rows` returns all tokens of every lane."""
 
     tokens: Sequence[int]
     rows: Callable[[], Sequence[Sequence[Token]]]

@@ -26,8 +26,8 @@ from .texts import Flight, Row, Text
 
 
 class Scheduler:
-    """Requests over one cache.  `preempted`: how often a request gave back its pages early; `shared`: tokens of texts that others
-    had read."""
+    """Requests over one cache.  `preempted`: how often a request gave back its pages early; `shared`: tokens that requests did not
+    read, because others had read them."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -38,7 +38,7 @@ class Scheduler:
         self._open: dict[Hashable, Text] = {}
         self._flights: deque[Flight] = deque()
         self._prefilled = False  # whether the last step was a prefill
-        self._oldest = False  # whether the last prefill of one lane was the oldest's
+        self._oldest = False  # whether the oldest request got the last prefill of a single lane
 
     @property
     def waiting(self) -> int:
@@ -135,19 +135,19 @@ class Scheduler:
             if text.pages is pages:
                 text.read, text.front, text.known = min(text.read, read), front, known
 
-    # --- who has what ----------------------------------------------------------------------------------------------
+    # --- lanes, slots and pages ------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Assigns lanes to waiting requests while there are lanes, slots, and pages for all their tokens."""
         lanes = min(self.limits.lanes, self.limits.slots - 1)
         if not self._waiting or len(self._running) >= lanes:
             return
-        promised = sum(self._lacks(text, len(text.tokens) + text.ahead) for text in self._running)
+        promised = sum(self._missing_pages(text, len(text.tokens) + text.ahead) for text in self._running)
         while self._waiting and len(self._running) < lanes and not self._waiting[0].ahead:
             text = self._waiting[0]
             text.goal = len(text.tokens)
             self._share(text)
-            promised += self._lacks(text, len(text.tokens))
+            promised += self._missing_pages(text, len(text.tokens))
             if promised > self.pages.free:
                 self.shared -= text.read
                 self._release(text)
@@ -155,23 +155,24 @@ class Scheduler:
             (text.slot,) = self.slots.take(1)
             self._running.append(self._waiting.popleft())
 
-    def _lacks(self, text: Text, tokens: int) -> int:
+    def _missing_pages(self, text: Text, tokens: int) -> int:
         """Returns the number of missing pages for a text of `tokens` tokens."""
         return max(0, pages_for(tokens, self.limits.page) - len(text.pages))
 
-    def _holds(self, text: Text, tokens: int) -> bool:
-        """Allocates pages for `tokens` tokens of a text; the latest requests lose theirs.  False if the text itself loses them."""
-        lacks = pages_for(tokens, self.limits.page) - len(text.pages)
-        if lacks <= 0:
+    def _allocate(self, text: Text, tokens: int) -> bool:
+        """Allocates pages for `tokens` tokens of a text.  If too few are free, the last requests lose theirs.  Returns False if the
+        text itself does."""
+        missing = pages_for(tokens, self.limits.page) - len(text.pages)
+        if missing <= 0:
             return True
-        while lacks > self.pages.free:
+        while missing > self.pages.free:
             last = self._running[-1]
             self._drop(last)
             self._waiting.appendleft(last)
             self.preempted += 1
             if last is text:
                 return False
-        text.pages += self.pages.take(lacks)
+        text.pages += self.pages.take(missing)
         return True
 
     def _drop(self, text: Text) -> None:
@@ -224,7 +225,7 @@ class Scheduler:
         flight, lanes = Flight(Step("prefill", ()), [], []), list[Lane]()
         for text, count in self._shares(reading):
             ids = text.tokens[text.read : min(text.goal, text.read + count * self.limits.chunk)]
-            if not text.slot or not self._holds(text, text.read + len(ids)):  # texts that lose their pages here arrived later
+            if not text.slot or not self._allocate(text, text.read + len(ids)):  # texts that lose their pages here arrived later
                 continue
             ends = text.read + len(ids) == text.goal
             for start in range(0, len(ids), self.limits.chunk):
@@ -276,7 +277,7 @@ class Scheduler:
         flight, lanes = Flight(Step("decode", ()), [], []), list[Lane]()
         for text in texts:
             most = min(turns, text.left) if turns > 1 else 1
-            if not text.slot or not self._holds(text, text.read + most):
+            if not text.slot or not self._allocate(text, text.read + most):
                 continue
             if text.ahead:
                 lanes.append(text.lane((0,), text.read, most, text.row))
@@ -300,13 +301,13 @@ class Scheduler:
         requests = [text.request for text in texts]
         if turns == 1 or any([request.sampling.alternatives or request.rules is not None for request in requests]):
             return 1
-        needed = sum(self._lacks(text, text.read + min(turns, text.left)) for text in texts)
+        needed = sum(self._missing_pages(text, text.read + min(turns, text.left)) for text in texts)
         return turns if needed <= self.pages.free else 1
 
 
 def lanes_of(sizes: Sequence[int], wanted: int) -> int:
-    """Returns the lanes of a call for recorded numbers `sizes`: `wanted`, unless more than half of the recorded lanes would be
-    empty and a smaller size can take a part."""
+    """Returns how many of `wanted` lanes a call takes: all that fit into the recorded `sizes`.  If more than half of the call would
+    be empty, it takes as many as the next smaller size has."""
     fitting = next((size for size in sizes if size >= wanted), sizes[-1])
     smaller = [size for size in sizes if size <= wanted]
     return min(wanted, fitting) if fitting <= 2 * wanted or not smaller else smaller[-1]

@@ -36,7 +36,7 @@ class Text:
 
     @property
     def root(self) -> int:
-        """The number that stands for an empty beginning, 0 or less; only texts of the same adapter have it."""
+        """The number of the empty beginning: 0 or less, different for every adapter."""
         return -self.request.adapter.number
 
     @property
@@ -51,16 +51,17 @@ class Text:
 
     @property
     def alone(self) -> bool:
-        """Whether its slot must see every token: a penalty needs all tokens, and lanes of one call write the slot in any order."""
+        """Whether it shares no pages and has one lane per call: a penalty needs all tokens in the slot, and lanes of one call write
+        the slot in any order."""
         return self.request.sampling.penalty != 1.0
 
     def lane(self, ids: Sequence[int], start: int, most: int, behind: int = -1, *, makes: bool = True) -> Lane:
         """Returns its lane for `ids`, after the first `start` tokens; `makes`: whether the result is a token of the text."""
-        asked: Request = self.request
-        sampling: Sampling = asked.sampling
-        rules = asked.rules if makes else None
-        place = asked.adapter.place
-        return Lane(self.key, ids, start, self.pages, self.slot, most, asked.stop, sampling, self.length, behind, rules, place)
+        request: Request = self.request
+        sampling: Sampling = request.sampling
+        rules = request.rules if makes else None
+        place = request.adapter.place
+        return Lane(self.key, ids, start, self.pages, self.slot, most, request.stop, sampling, self.length, behind, rules, place)
 
 
 class Row(NamedTuple):

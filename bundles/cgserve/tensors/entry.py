@@ -20,8 +20,8 @@ class NotServable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """An entry in the protocol: inputs and outputs, recorded batch sizes, () if requests cannot share a call, and the sizes of each
-    dimension by name."""
+    """An entry in the protocol: inputs and outputs, recorded batch sizes (() if requests cannot share a call), and the sizes of
+    each dimension by name."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
@@ -53,8 +53,8 @@ def _port(spec: Any, free: Sequence[int]) -> Port:
 
 
 def _batches(entry: Any) -> tuple[int, ...]:
-    """Returns the recorded sizes of the batch dimension: the first axis of all tensors and of no other axis, with independent
-    rows."""
+    """Returns the recorded sizes of the batch dimension, or ().  It is the first axis of all tensors and no other axis, and its
+    rows are independent."""
     for dimension in entry.dimensions:
         shapes = [spec.shape for spec in (*entry.inputs, *entry.outputs)]
         first = all(shape and shape[0] == dimension.name for shape in shapes)
@@ -105,7 +105,7 @@ class TensorEntry:
         """Returns the outputs for one request's tensors, within `seconds`.  Raises as RequestQueue, and a CgbundleError."""
         batches = self.ports.batches
         rows = tensors[0].shape[0] if batches else 1
-        alone = not rows or not batches or len({tensor.shape[0] for tensor in tensors}) > 1  # the guards will raise
+        alone = not rows or not batches or len({tensor.shape[0] for tensor in tensors}) > 1  # the last: the call will raise
         group = object() if alone else tuple([tensor.shape[1:] for tensor in tensors])
         return list(await self._queue.answer(tensors, group, rows, seconds))
 

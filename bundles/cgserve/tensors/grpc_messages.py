@@ -1,6 +1,6 @@
 """Messages of the Open Inference Protocol over gRPC, and their conversion to and from tensors.
 
-The message classes are made at import, without protoc.  Sources of names and field numbers: kserve/open-inference-protocol,
+The message classes are created at import, without protoc.  Sources of names and field numbers: kserve/open-inference-protocol,
 specification/protocol/open_inference_grpc.proto, and for messages of the model repository Triton's grpc_service.proto.  The
 messages have their own descriptor pool, because a client library in the same process may register the same names.
 """

@@ -31,7 +31,7 @@ CODES = {
     "BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q",
     "FP16": "e", "FP32": "f", "FP64": "d",
 }  # fmt: skip
-"""Format characters of `struct`.  BF16 has none and no JSON: as in Triton it is only sent as bytes."""
+"""Format characters of `struct`.  BF16 has none: as in Triton, it is only sent as bytes, never as JSON."""
 
 AXES, ELEMENTS = 32, 1 << 40
 """Maximum axes and elements of a tensor; larger numbers are errors."""
@@ -64,8 +64,8 @@ class TooLarge(ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output of a model: its name, datatype, and shape, -1 for sizes that vary.  `axes`, if a size varies: each size as
-    a number or an expression of dimensions: `batch`, `2*seq+1`."""
+    """An input or output of a model: its name, datatype, and shape, with -1 for sizes that vary.  `axes`: if a size varies, every
+    size as a number or an expression of dimensions such as `2*seq+1`."""
 
     name: str
     datatype: str
@@ -215,7 +215,7 @@ def check_shape(port: Port, datatype: object, shape: object) -> tuple[int, ...]:
     return tuple(shape)
 
 
-# --- inside -----------------------------------------------------------------------------------------------------------
+# --- private functions ------------------------------------------------------------------------------------------------
 
 
 def _refuse(text: str) -> NoReturn:

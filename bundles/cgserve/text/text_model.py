@@ -42,8 +42,8 @@ Answer = Callable[[Sequence[TensorData], float], Awaitable[list[TensorData]]]
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text or a pair, and their type ids, as int64 bytes.  Python's garbage collector would track lists: with
-    thousands of texts it then stops the interpreter for 0.2 s."""
+    """The tokens of a text or a pair, and their type ids, as int64 bytes.  Not as lists, which the garbage collector tracks: with
+    thousands of texts it stops the interpreter for 0.2 s."""
 
     ids: bytes
     kinds: bytes
@@ -80,7 +80,7 @@ class TextModel:
         pause: Callable[[int], int] = lambda calls: 1,
     ) -> None:  # fmt: skip
         """`answer`: calls the entry; `seconds`: deadline of a request; `limit`: maximum calls that all requests wait for; `pause`:
-        estimates the seconds of so many calls."""
+        estimates the seconds for a number of calls."""
         self.name, self.language, self._answer, self._seconds = name, language, answer, seconds
         self._limit, self._pause = limit, pause
         self._open, self._idle = 0, asyncio.Event()  # calls that requests wait for
@@ -100,7 +100,8 @@ class TextModel:
         self.task: Task = "rerank" if self.width == 1 else "classify" if self.labels else "embed"
 
     def encoded(self, texts: Sequence[str] | Sequence[tuple[str, str]], *, field: str, truncate: bool) -> list[Encoded]:
-        """Returns the tokens of texts or pairs.  `truncate` cuts them to the longest recorded length, else Refusal is raised."""
+        """Returns the tokens of texts or pairs.  With `truncate`, cuts them to the longest recorded length; without it, raises
+        Refusal if one is longer."""
         longest = self.context * self.language.longest_token
         for text in texts:
             characters = len(text) if isinstance(text, str) else sum(map(len, text))

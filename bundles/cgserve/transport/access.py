@@ -11,14 +11,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN = ("/health", "/v2/health/live", "/v2/health/ready")
-"""Paths without a key, for the program that started the server."""
+"""Paths that need no key, for health checks."""
 
 LONGEST = 128
 """Maximum characters of a client's request id."""
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
-    """Returns the keys of a file, one per line.  Raises ValueError without a key, OSError if it cannot be read."""
+    """Returns the keys of a file, one per line.  Raises ValueError if there is none, OSError if the file cannot be read."""
     keys = tuple([line.strip() for line in path.read_bytes().splitlines() if line.strip()])
     if not keys:
         raise ValueError(f"{path}: no key in it")

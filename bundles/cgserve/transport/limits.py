@@ -32,8 +32,8 @@ class Held:
 class BoundedBodies:
     """ASGI middleware.  A body of more than `largest` bytes gets status 413: before it is read if its length is declared, else as
     soon as it is too long.  All connections together hold at most `together` bytes of bodies, until they are answered; beyond that
-    the status is 503.  While a request is answered, its client is watched, and its disconnect cancels the work.  `form` makes the
-    response's body from an error text."""
+    the status is 503.  If the client disconnects before the answer, the work is cancelled.  `form` makes the response's body from
+    an error text."""
 
     def __init__(
         self, app: ASGIApp, largest: int, form: Callable[[str], object] = lambda text: {"detail": text}, together: int | None = None
@@ -60,7 +60,7 @@ class BoundedBodies:
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         unread = [body]
 
-        async def whole() -> Message:
+        async def receive_body() -> Message:
             if not unread:
                 await anyio.sleep_forever()  # the next message is the disconnect, which `watch` receives
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
@@ -77,9 +77,9 @@ class BoundedBodies:
 
         watching = asyncio.create_task(watch())  # an anyio task group takes three times as long as a task
         try:
-            await self.app(scope, whole, send)
+            await self.app(scope, receive_body, send)
         except asyncio.CancelledError:
-            if not gone or answering.uncancel():  # another one cancelled this task
+            if not gone or answering.uncancel():  # not only `watch` cancelled this task
                 raise
         finally:
             watching.cancel()
@@ -148,7 +148,7 @@ class BoundedConnection(H11Protocol):
 
     def _watch(self) -> None:
         """Starts the timer while the server waits for the client, and stops it otherwise.  uvicorn has its own timer for idle
-        connections.  A closed connection waits for the client to read the rest."""
+        connections.  A connection that is being closed waits until the client has read the rest."""
         idle = self.timeout_keep_alive_task is not None
         asking = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not idle
         if not (asking or self.flow.write_paused or self.transport.is_closing()):

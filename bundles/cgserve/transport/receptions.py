@@ -14,7 +14,7 @@ PATIENCE, LONGEST = 1.0, 30.0
 
 
 LARGE, SOON = 1 << 20, 0.2
-"""A message of at least so many bytes causes a return of memory to the system, so many seconds later."""
+"""After a message of at least `LARGE` bytes, freed memory is returned to the system `SOON` seconds later."""
 
 
 class Crowded(Exception):
@@ -22,7 +22,7 @@ class Crowded(Exception):
 
 
 class Receptions:
-    """Takes turns: an unread message stays at the client, except for HTTP/2's flow control window."""
+    """Receives few messages at once.  The others stay at the client, except for the bytes of HTTP/2's flow control window."""
 
     def __init__(self, quick: int = QUICK, slow: int = SLOW, patience: float = PATIENCE) -> None:
         self._turns, self._places, self._patience = asyncio.Semaphore(quick), slow, patience
@@ -59,7 +59,7 @@ class Receptions:
 
 
 async def give_back_memory() -> None:
-    """Returns freed memory to the system.  The C library keeps the pieces in which gRPC receives: 30 MB for a message of 60 MB."""
+    """Returns freed memory to the system.  The C library keeps the buffers in which gRPC receives: 30 MB for a message of 60 MB."""
     await asyncio.sleep(SOON)
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):  # only glibc has it

@@ -58,7 +58,7 @@ def make_server(
 
 
 def run(server: uvicorn.Server, sockets: Sequence[socket.socket]) -> None:
-    """Serves until SIGINT or SIGTERM, and answers accepted requests."""
+    """Serves until SIGINT or SIGTERM, then answers the accepted requests."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises the signal again after it has stopped
     with suppress(KeyboardInterrupt):
         server.run(list(sockets))

@@ -44,8 +44,8 @@ class KeptGraph(torch.cuda.CUDAGraph):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A graph of a part of the model.  `kind`: the type that the part returns, "tensor", "list" or "tuple"; `values`: names of its
-    tensors, or other values."""
+    """A graph of a part of the model.  `kind`: the type that the part returns, "tensor", "list" or "tuple"; `values`: what it
+    returns, ("name", name of a tensor) or ("value", another value)."""
 
     index: int
     tokens: int
@@ -60,7 +60,7 @@ class Piece:
     @property
     def names(self) -> list[str]:
         """The names of its tensors in the bundle."""
-        return [value for what, value in self.values if what == "name"]
+        return [value for kind, value in self.values if kind == "name"]
 
 
 def full_key(descriptor: Any) -> Key:
@@ -69,8 +69,8 @@ def full_key(descriptor: Any) -> Key:
 
 
 def engine_tensors(runner: Any) -> dict[str, torch.Tensor]:
-    """Returns every dense GPU tensor of a model runner by its attribute path.  If an object has two paths, the shorter one is used:
-    attributes that only some starts have are nested deeper."""
+    """Returns every dense GPU tensor of a model runner by its attribute path.  If an object has two paths, the shorter one is used,
+    because attributes that only some starts have are nested deeper."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     waiting: deque[tuple[str, Any]] = deque([("runner", runner)])

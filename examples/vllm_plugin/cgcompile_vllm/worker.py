@@ -36,7 +36,7 @@ AGAIN = ("engine-differs", "recordings-differ", "addresses-equal")
 """Codes of errors that may not occur in the next start."""
 
 SLACK = 256 << 20
-"""Bytes of the GPU that may be used in addition to those at the measurement."""
+"""Maximum bytes of GPU memory by which less may be free than when the record was saved."""
 
 
 class GraphWorker(Worker):
@@ -54,19 +54,19 @@ class GraphWorker(Worker):
             self.model_runner.capture_model = self._capture_or_attach  # type: ignore[method-assign]
 
     def _choose_role(self) -> str:
-        """ "save", "attach", or "" for neither."""
+        """Returns "save", "attach", or "" for neither."""
         config = self.vllm_config
         if config.parallel_config.world_size_across_dp > 1:
-            return self._as_ever("graphs of one GPU alone are saved")
+            return self._capture_as_usual("graphs of one GPU alone are saved")
         if config.lora_config is not None or config.speculative_config is not None or not self.use_v2_model_runner:
-            return self._as_ever("adapters, drafts and the first model runner are not known here")
+            return self._capture_as_usual("adapters, drafts and the first model runner are not known here")
         self._folder.mkdir(parents=True, exist_ok=True)
         if (self._folder / REFUSED).exists():
-            return self._as_ever(f"{self._folder / REFUSED} says why an earlier start was not saved")
+            return self._capture_as_usual(f"{self._folder / REFUSED} says why an earlier start was not saved")
         self._record = read_record(self._folder)
         if (self._folder / GRAPHS).exists():
             if self._record is None or self._record.config != self._config:
-                return self._as_ever(f"{self._folder} was saved with another configuration")
+                return self._capture_as_usual(f"{self._folder} was saved with another configuration")
             return "attach"
         if self._record is not None and self._record.config != self._config:
             self._record = None
@@ -74,7 +74,7 @@ class GraphWorker(Worker):
         try:
             cgcompile.observe()
         except cgbundle.CgbundleError as error:
-            return self._as_ever(str(error))
+            return self._capture_as_usual(str(error))
         return "save"
 
     def _configuration(self) -> str:
@@ -95,7 +95,7 @@ class GraphWorker(Worker):
         """Returns the name of the compiled model in vLLM's cache: a hash of everything that affects its kernels."""
         return os.path.relpath(self.vllm_config.compilation_config.local_cache_dir or ".", vllm.envs.VLLM_CACHE_ROOT)
 
-    def _as_ever(self, reason: str) -> str:
+    def _capture_as_usual(self, reason: str) -> str:
         logger.warning("cgcompile: %s: graphs are captured as ever", reason)
         return ""
 
@@ -107,7 +107,7 @@ class GraphWorker(Worker):
         if record is None or not self._role or free < record.free - SLACK:
             cache = super().determine_available_memory()
             if self._role == "attach":
-                self._role = self._as_ever("less memory is free than when the graphs were saved")
+                self._role = self._capture_as_usual("less memory is free than when the graphs were saved")
             self._record = Record(config=self._config, compiled=self._compiled(), cache=cache, free=free, hidden=None, pieces=())
             return cache
         began = time.perf_counter()
@@ -126,7 +126,7 @@ class GraphWorker(Worker):
             try:
                 return self._attached()
             except Exception as error:  # noqa: BLE001  the plugin must not end the engine
-                self._role = self._as_ever(f"{type(error).__name__}: {error}")
+                self._role = self._capture_as_usual(f"{type(error).__name__}: {error}")
         if self._role != "save":
             return int(self._capture())
         tensors = engine.engine_tensors(self.model_runner)  # before the capture, as when later starts attach

@@ -31,8 +31,6 @@ def ids(batch: int) -> tuple[torch.Tensor, ...]:
 
 
 def pictures(side: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
-    """Returns a function that makes random images."""
-
     def inputs(batch: int) -> tuple[torch.Tensor, ...]:
         return (torch.randn(batch, 3, side, side),)
 
@@ -40,7 +38,6 @@ def pictures(side: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
 
 
 def spectra(batch: int) -> tuple[torch.Tensor, ...]:
-    """Returns random mel spectrograms."""
     return (torch.randn(batch, 80, 100),)
 
 

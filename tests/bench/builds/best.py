@@ -115,7 +115,6 @@ MODELS: Mapping[str, tuple[Callable[[], Made], list[int]]] = {
 
 
 def captured(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> torch.cuda.CUDAGraph:
-    """Captures a CUDA graph of `function(*inputs)`."""
     with torch.no_grad():
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
@@ -244,11 +243,11 @@ def measure(name: str, sizes: list[int], compare_levels: bool, timeout: float | 
                 with torch.no_grad():
                     want, got = network(*tensors).double(), loaded(*tensors).double()
                 error = float((got - want).abs().max() / want.abs().max())
-                ours, theirs = beside(loaded, number, baseline, tensors)
+                bundle_us, torch_us = beside(loaded, number, baseline, tensors)
                 best = next(row.name for row in program.lowerings if row.chosen)
                 print(
-                    f"  {program.key}: {best} {ours:.1f} us, torch.compile max-autotune {theirs:.1f} us, ratio {theirs / ours:.2f}"
-                    f" (error {error:.1e})",
+                    f"  {program.key}: {best} {bundle_us:.1f} us, torch.compile max-autotune {torch_us:.1f} us,"
+                    f" ratio {torch_us / bundle_us:.2f} (error {error:.1e})",
                     flush=True,
                 )
     finally:
@@ -257,7 +256,6 @@ def measure(name: str, sizes: list[int], compare_levels: bool, timeout: float | 
 
 
 def watch(event: cgcompile.Event) -> None:
-    """Prints the progress of a build."""
     if event.state == "done" or event.text.endswith(("recording", "recordings", "processes")):
         print(f"    {event.stage} {event.seconds:.0f} s: {event.text}", flush=True)
 
@@ -285,9 +283,9 @@ def compare(network: torch.nn.Module, inputs: Any, sizes: list[int], built: cgco
     fine = True
     for program in built.manifest.entries[0].programs:
         times = {name: sum(graph_times["forward", program.key]) for name, graph_times in timed.times.items()}
-        slow = [name for name, taken in times.items() if times["best"] > TOLERANCE * taken]
+        slow = [name for name, duration in times.items() if times["best"] > TOLERANCE * duration]
         fine = fine and not slow
-        words = ", ".join(f"{name} {taken:.1f}" for name, taken in times.items())
+        words = ", ".join(f"{name} {duration:.1f}" for name, duration in times.items())
         print(f"  {program.key}: {words}{' SLOWER THAN ' + ', '.join(slow) if slow else ''}", flush=True)
     return fine
 

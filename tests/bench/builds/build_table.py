@@ -1,4 +1,5 @@
-"""The parts `builds` and `architectures`: builds every model at every level, several at a time. Each build verifies its bundle."""
+"""The parts `builds` and `architectures` of show.py: builds every model with every lowering ("level"), several at a time. Each
+build verifies its bundle."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def build(model: Model, level: str, cache: Path, threads: int | None = None, unt
     seconds = BUILD_SECONDS if until is None else min(BUILD_SECONDS, until - time.perf_counter())
     row = missing(model, seconds) or child_rows.run("builds/build_model.py", model.name, level, out, extra=extra, seconds=seconds)
     row |= {"name": model.name, "title": model.title, "level": level}
-    came = failed(row) or f"{row['seconds']:.1f} s, self-test by {row['self_test']}"
-    say(f"{model.name} {level}: {came}")
+    outcome = failed(row) or f"{row['seconds']:.1f} s, self-test by {row['self_test']}"
+    say(f"{model.name} {level}: {outcome}")
     return row
 
 
@@ -91,7 +92,6 @@ def build_all(
 
 
 def show(screen: report.Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints a line per build."""
     lines = []
     for row in rows:
         head = [f"{row['title']}", row["level"]]

@@ -1,8 +1,8 @@
 """Benchmarks models that cannot be one CUDA graph: `cuts.py [NAME...]` builds them and times calls beside torch.compile.
 
 Every row comes from a new process, `cuts.py --one NAME`. Times are medians of whole calls including the wait for the GPU, because a
-host region waits for it anyway. torch.compile runs in two ways. By default it breaks the graph at code that it cannot trace. With
-fullgraph it also gets its options for scalars and data-dependent shapes.
+host region waits for it anyway. torch.compile runs twice: with its defaults it breaks the graph at code that it cannot trace; then
+with fullgraph, and its options for scalars and data-dependent shapes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def main(names: list[str]) -> int:
         print(f"{name}: {row['regions']}, largest error {row['error']:.1e} of {row['tolerance']:.0e}")
         for size in map(str, SIZES):
             timings = row["calls"][size]
-            ways = ", ".join(f"{way} {time['us']:.0f} us ({time['launches']} graphs)" for way, time in timings.items())
-            print(f"  batch {size}: {ways}")
+            variants = ", ".join(f"{variant} {time['us']:.0f} us ({time['launches']} graphs)" for variant, time in timings.items())
+            print(f"  batch {size}: {variants}")
     return 1 if any(map(child_rows.failed, rows.values())) else 0
 
 
@@ -61,7 +61,7 @@ def build(name: str, folder: str) -> None:
 
 
 def one(name: str, folder: str) -> None:
-    """Prints a row as JSON."""
+    """Measures a model and prints its row as JSON."""
     import torch
 
     import cgbundle
@@ -100,19 +100,19 @@ def ways_of(torch: Any, network: Any, program: Any) -> dict[str, Callable[..., A
     """Returns the calls to time: the bundle, eager PyTorch, and torch.compile with and without fullgraph."""
     torch._dynamo.reset()
     broken = torch.compile(network, mode="reduce-overhead", dynamic=False)
-    whole = torch.compile(network, mode="reduce-overhead", dynamic=False, fullgraph=True)
+    one_graph = torch.compile(network, mode="reduce-overhead", dynamic=False, fullgraph=True)
 
     def full(*inputs: Any) -> Any:
         with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
-            return whole(*inputs)
+            return one_graph(*inputs)
 
     return {"bundle": program, "eager": network, "torch.compile": broken, "torch.compile, one graph": full}
 
 
-def timed(torch: Any, ways: dict[str, Callable[..., Any]], inputs: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the microseconds of a call and its number of graph launches for each way, or the error of torch.compile."""
+def timed(torch: Any, variants: dict[str, Callable[..., Any]], inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns the microseconds of a call and its number of graph launches for each variant, or the error of torch.compile."""
     timings: dict[str, Any] = {}
-    for name, call in ways.items():
+    for name, call in variants.items():
         try:
             for _ in range(5):
                 call(*inputs)

@@ -2,7 +2,8 @@
 
     generation.py [BUNDLE]          builds the bundle of examples/decoder.py if none is given
 
-Each way runs in its own process and generates the same 200 tokens after a prompt of 64 twice.  The second time counts.
+Every variant runs in its own process and generates the same 200 tokens after a prompt of 64.  The calls that warm it up do not
+count.
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ def main(bundle: str | None) -> int:
             bundle = str(Path(scratch, "decoder.cgb"))
             sizes = {"prefill": {"batch": BATCHES, "seq": (PROMPT,)}, "decode": {"batch": BATCHES}}
             cgcompile.build(str(EXAMPLES / "decoder.py"), sizes=sizes, out=bundle, target="cuda")
-        measurements: dict[str, dict[int, Any]] = {"bundle": {}, **{way: {} for way in WAYS}}
+        measurements: dict[str, dict[int, Any]] = {"bundle": {}, **{variant: {} for variant in WAYS}}
         for batch in BATCHES:
             counts = ["--batch", str(batch), "--prompt", str(PROMPT), "--tokens", str(TOKENS)]
             measurements["bundle"][batch] = run([str(EXAMPLES / "generate.py"), bundle, *counts])
-            for way in WAYS:
-                measurements[way][batch] = run([__file__, "--one", way, str(batch)])
+            for variant in WAYS:
+                measurements[variant][batch] = run([__file__, "--one", variant, str(batch)])
     same = True
     for batch in BATCHES:
         rows = measurements["bundle"][batch]["rows"]
-        for way in ("bundle", *WAYS):
-            measurement = measurements[way][batch]
+        for variant in ("bundle", *WAYS):
+            measurement = measurements[variant][batch]
             equal = measurement.pop("rows") == rows
             same = same and equal
             measurement["tokens_per_second"] = batch * TOKENS / measurement["seconds"]
-            print(f"batch {batch}, {way}: {measurement['tokens_per_second']:.0f} tokens/s, {'same' if equal else 'OTHER'} tokens")
+            print(
+                f"batch {batch}, {variant}: {measurement['tokens_per_second']:.0f} tokens/s, {'same' if equal else 'OTHER'} tokens"
+            )
     print(json.dumps(measurements))
     return 0 if same else 1
 
@@ -58,7 +61,7 @@ def run(arguments: list[str]) -> dict[str, Any]:
     return answer
 
 
-def one(way: str, batch: int) -> None:
+def one(variant: str, batch: int) -> None:
     """Generates with torch and prints the result."""
     import torch
 
@@ -67,7 +70,7 @@ def one(way: str, batch: int) -> None:
 
     network = decoder.model().to("cuda" if torch.cuda.is_available() else "cpu")
     device = network.length.device
-    call = network if way == "eager" else torch.compile(network, mode="reduce-overhead", dynamic=False)
+    call = network if variant == "eager" else torch.compile(network, mode="reduce-overhead", dynamic=False)
     rows = [[(7 + 31 * row + 17 * place) % decoder.VOCABULARY for place in range(PROMPT)] for row in range(batch)]
     prompt = torch.tensor(rows, device=device)
 
@@ -82,7 +85,7 @@ def one(way: str, batch: int) -> None:
                 tokens.append(ids)
         return torch.cat(tokens, 1).tolist()
 
-    for _ in range(3 if way == "compile" else 1):
+    for _ in range(3 if variant == "compile" else 1):
         generate()
     begun = time.perf_counter()
     sequences = generate()

@@ -113,8 +113,8 @@ def row(name: str, call: Callable[[Tensor], Any], inputs: Sequence[Tensor], want
     waited = [timed(call, inputs, wait_for_all=True) for _ in range(ROUNDS)]
     pairs = zip(results, wanted or results, strict=True)
     right = all(torch.allclose(got.float(), want.float(), rtol=0.05, atol=0.05, equal_nan=True) for got, want in pairs)
-    cpu, apart, whole = [statistics.median(column) for column in (*zip(*together, strict=True), [time for _, time in waited])]
-    times = f"{cpu:8.1f} us CPU {apart:8.1f} us {whole:8.1f} us waited for {first:8.2f} s"
+    cpu, wall, latency = [statistics.median(column) for column in (*zip(*together, strict=True), [time for _, time in waited])]
+    times = f"{cpu:8.1f} us CPU {wall:8.1f} us {latency:8.1f} us waited for {first:8.2f} s"
     print(f"{name:30} {times}{'' if right else '  OTHER RESULTS'}", flush=True)
     return right
 

@@ -2,7 +2,7 @@
 
     training.py [--target cuda] [--steps 200] [--saved 100]
 
-All ways train on the same batches from the same weights.  A row shows steps per second and the largest relative difference of a
+All variants train on the same batches from the same weights.  A row shows steps per second and the largest relative difference of a
 loss from eager PyTorch.  After SAVED steps the bundle's state is saved as safetensors; a second program loads it and continues.
 Exit status 1 if a loss differs by more than 1e-3, or if the second program's losses are not bit-identical.
 """

@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """Returns a child's environment: the repository first on PYTHONPATH, then its former folders."""
+    """Returns a child's environment: PYTHONPATH with the repository first, then the folders that it had before."""
     paths = [str(children.ROOT / folder) for folder in ("bundles", ".", "cli")]
     path = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     return children.environment({"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **(extra or {})})

@@ -52,7 +52,6 @@ def parse_inputs(texts: list[str]) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def numpy_inputs(texts: list[str]) -> list[Any]:
-    """Returns the inputs as NumPy arrays."""
     import numpy
 
     return [numpy.fromfile(file, dtype).reshape(shape) for file, dtype, shape in parse_inputs(texts)]

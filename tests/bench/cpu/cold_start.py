@@ -20,24 +20,24 @@ TOLERANCE = 1e-5
 
 @dataclass(kw_only=True, slots=True)
 class Measured:
-    """Results of the repetitions: the children's reports by way, and each way's largest relative difference from eager PyTorch."""
+    """Results of the repetitions, by variant: the children's reports, and the largest relative difference from eager PyTorch."""
 
     case: Case
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     cold_compile: float = 0.0
 
-    def seconds(self, way: str) -> list[float]:
+    def seconds(self, variant: str) -> list[float]:
         """Returns the seconds from process start to first output of every repetition."""
-        return [run["seconds"] for run in self.runs[way]]
+        return [run["seconds"] for run in self.runs[variant]]
 
-    def ratio(self, way: str) -> float:
-        """Returns how many times faster the bundle is than `way`, by medians."""
-        return statistics.median(self.seconds(way)) / statistics.median(self.seconds("bundle"))
+    def ratio(self, variant: str) -> float:
+        """Returns how many times faster the bundle is than `variant`, by medians."""
+        return statistics.median(self.seconds(variant)) / statistics.median(self.seconds("bundle"))
 
     @property
     def fastest_eager(self) -> str:
-        """Returns the way that loads weights without initializing them first; transformers always does that."""
+        """Returns the variant that loads weights without initializing them first; transformers always does that."""
         return "eager" if self.case.own_weights else "uninitialized"
 
     def parts(self) -> dict[str, list[float]]:
@@ -45,10 +45,10 @@ class Measured:
         return {name: [part(run) for run in self.runs["watched"]] for name, part in PARTS.items()}
 
     def wrong(self) -> list[str]:
-        """Returns a sentence for every way whose output differs from eager PyTorch."""
+        """Returns a sentence for every variant whose output differs from eager PyTorch."""
         return [
-            f"{self.case.name}: {way} differs from eager by {error:.1e}"
-            for way, error in self.errors.items()
+            f"{self.case.name}: {variant} differs from eager by {error:.1e}"
+            for variant, error in self.errors.items()
             if not error <= TOLERANCE
         ]
 
@@ -80,14 +80,14 @@ PARTS: dict[str, Callable[[dict[str, Any]], float]] = {
 
 
 def measure(case: Case, bundle: Path, inputs: list[str], cache: Path, repeat: int, say: Callable[[str], None]) -> Measured:
-    """Runs all ways `repeat` times alternately, after one round that fills the caches. Raises ChildFailed."""
+    """Runs all variants `repeat` times alternately, after one round that fills the caches. Raises ChildFailed."""
     measured = Measured(case=case)
     compiled = cache / f"{case.name}.inductor"
     shutil.rmtree(compiled, ignore_errors=True)
     caching = {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
     weights = "model" if case.own_weights else bundle / "weights.safetensors"
-    output = {way: cache / f"{case.name}.{way}.bin" for way in WAYS}
-    ways: dict[str, Callable[[], Any]] = {
+    output = {variant: cache / f"{case.name}.{variant}.bin" for variant in WAYS}
+    variants: dict[str, Callable[[], Any]] = {
         "bundle": lambda: children.run("cpu/serve_bundle.py", "numpy", bundle, output["bundle"], *inputs),
         "without NumPy": lambda: children.run("cpu/serve_bundle.py", "plain", bundle, output["without NumPy"], *inputs),
         "watched": lambda: children.run("cpu/serve_bundle.py", "watched", bundle, output["watched"], *inputs),
@@ -100,30 +100,30 @@ def measure(case: Case, bundle: Path, inputs: list[str], cache: Path, repeat: in
         ),
     }
     if case.own_weights:
-        del ways["uninitialized"]
-    for way, once in ways.items():
-        say(f"{case.name}: {way}, first time")
+        del variants["uninitialized"]
+    for variant, once in variants.items():
+        say(f"{case.name}: {variant}, first time")
         run = once()
-        if way == "compile":
+        if variant == "compile":
             measured.cold_compile = run["seconds"]
     for index in range(repeat):
-        for way, once in ways.items():
-            say(f"{case.name}: {way}, {index + 1} of {repeat}")
+        for variant, once in variants.items():
+            say(f"{case.name}: {variant}, {index + 1} of {repeat}")
             run = once()
-            if way == "compile" and not run["hits"]:
+            if variant == "compile" and not run["hits"]:
                 raise children.ChildFailed(
                     f"{case.name}: torch.compile found nothing in its warm cache: the comparison would be unfair"
                 )
-            measured.runs.setdefault(way, []).append(run)
-            measured.errors[way] = max(measured.errors.get(way, 0.0), difference(output[way], output["eager"]))
+            measured.runs.setdefault(variant, []).append(run)
+            measured.errors[variant] = max(measured.errors.get(variant, 0.0), difference(output[variant], output["eager"]))
     return measured
 
 
 def difference(path: Path, reference: Path) -> float:
     """Returns the largest difference of two float32 files, relative to the largest element of the second; inf if lengths differ."""
-    ours, theirs = array("f", path.read_bytes()), array("f", reference.read_bytes())
-    if len(ours) != len(theirs) or not theirs:
+    actual, expected = array("f", path.read_bytes()), array("f", reference.read_bytes())
+    if len(actual) != len(expected) or not expected:
         return float("inf")
-    worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    # max() ignores a NaN, so look for it
-    return float("inf") if any(a != a for a in ours) else worst / max(map(abs, theirs))
+    worst = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
+    # max() may ignore a NaN, so look for it
+    return float("inf") if any(a != a for a in actual) else worst / max(map(abs, expected))

@@ -2,7 +2,7 @@
 
     python tests/bench/cpu/compare.py --repeat 5 --json bench.json
 
-Everything runs in new processes on this machine, one after the other; the ways alternate.  The page cache and torch.compile's
+Everything runs in new processes on this machine, one after the other; the variants alternate.  The page cache and torch.compile's
 cache are warm.  Exit status 1 if an output differs from eager PyTorch, or if a server imported torch.
 """
 
@@ -41,7 +41,6 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--cache", type=Path, default=children.ROOT / ".cache" / "bench", help="folder of bundles and torch.compile's cache"
@@ -135,13 +134,13 @@ def print_calls(screen: report.Console, timings: dict[str, Any]) -> None:
     """Prints the time that cgbundle adds to the run of the shared object."""
     bare = timings["quartiles"]["bare"][1]
     rows = []
-    for way, title in (
+    for variant, title in (
         ("bare", "the shared object's own run"),
         ("copy", 'program(x), outputs="copy"'),
         ("view", 'program(x), outputs="view"'),
     ):
-        low, median, high = timings["quartiles"][way]
-        added = "" if way == "bare" else report.goal(median - bare, 20, "us")
+        low, median, high = timings["quartiles"][variant]
+        added = "" if variant == "bare" else report.goal(median - bare, 20, "us")
         rows.append([title, f"{median:.1f} us ({low:.1f}-{high:.1f})", added])
     title = f"One call: examples/mlp.py, batch 1, {timings['calls']} calls each"
     report.table(screen, title, ["", "median (quartiles)", "ours adds"], rows)

@@ -53,12 +53,10 @@ class Watch:
         return seconds
 
     def stop(self) -> None:
-        """Stops watching libraries."""
         ctypes.CDLL = self.original  # type: ignore[misc]
 
 
 def watch() -> Watch:
-    """Starts watching libraries."""
     seen = Watch()
 
     class Library(ctypes.CDLL):

@@ -84,17 +84,17 @@ def main(bundle: str, text: str) -> None:
     watch.stop()
     bare = Bare(watch, value)
     copy, view = cgbundle.load(bundle), cgbundle.load(bundle, outputs="view")
-    ways: dict[str, Callable[[int], list[int]]] = {
+    variants: dict[str, Callable[[int], list[int]]] = {
         "bare": bare.time,
         "copy": lambda calls: time_program(copy, value, calls),
         "view": lambda calls: time_program(view, value, calls),
     }
-    seconds: dict[str, list[int]] = {name: [] for name in ways}
-    for way in ways.values():
-        way(WARM)
+    seconds: dict[str, list[int]] = {name: [] for name in variants}
+    for variant in variants.values():
+        variant(WARM)
     for _ in range(ROUNDS):
-        for name, way in ways.items():
-            seconds[name] += way(CALLS)
+        for name, variant in variants.items():
+            seconds[name] += variant(CALLS)
     quartiles = {name: [cut / 1000 for cut in statistics.quantiles(times, n=4)] for name, times in seconds.items()}
     print(json.dumps({"quartiles": quartiles, "calls": ROUNDS * CALLS}))
     opened.close()

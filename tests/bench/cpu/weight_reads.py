@@ -1,7 +1,7 @@
 """Measures how fast weights outside the page cache are read: `tests/bench/cpu/weight_reads.py FILE [GB]`.
 
-Prints GB/s of the runtime's reader, driven like an upload but without a GPU, beside `dd`. The ways alternate, and the file's pages
-are dropped before each. Also prints how much of the file the page cache holds afterwards.
+Prints GB/s of the runtime's reader, driven like an upload but without a GPU, beside `dd`. The readers alternate, and the file's
+pages are dropped before each. Also prints how much of the file the page cache holds afterwards.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ ROUNDS = 4
 
 
 def main(path: str, gigabytes: str = "1") -> None:
-    """Prints the table."""
     file = os.open(path, os.O_RDONLY)
     size = min(os.fstat(file).st_size, int(float(gigabytes) * 1e9))
-    ways: dict[str, Callable[[], None]] = {
+    readers: dict[str, Callable[[], None]] = {
         "dd bs=4M iflag=direct": lambda: dd(path, size, "iflag=direct"),
         "dd bs=4M": lambda: dd(path, size),
         "the runtime": lambda: read(file, size, around=False),
         "the runtime, a file larger than half of the memory": lambda: read(file, size, around=True),
     }
-    throughputs: dict[str, list[float]] = {name: [] for name in ways}
+    throughputs: dict[str, list[float]] = {name: [] for name in readers}
     cached = {}
     for _ in range(ROUNDS):
-        for name, once in ways.items():
+        for name, once in readers.items():
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             begun = time.perf_counter()
             once()

@@ -33,7 +33,7 @@ def microseconds(call: gpu_calls.Call) -> float:
 
 
 def main(model: str, bundle: str) -> None:
-    """Prints, for each size, the median microseconds of every way and the differences of the outputs, as JSON."""
+    """Prints, for each size, the median microseconds of every variant and the differences of the outputs, as JSON."""
     calls = gpu_calls.self_test_calls(bundle)
     network = gpu_calls.network_of(model, bundle)
     backend = gpu_calls.bare(bundle)
@@ -55,27 +55,27 @@ def one(
     for _ in range(5):
         fast(value)
     stream = torch.cuda.current_stream().cuda_stream
-    ways: dict[str, gpu_calls.Call] = {
+    variants: dict[str, gpu_calls.Call] = {
         "bundle, graph": gpu_calls.bare_launch(backend, number, value, stream),
         "torch.compile, graph": gpu_calls.launch(inductor),
         "eager kernels, graph": gpu_calls.launch(eager),
         "bundle, whole call": lambda: program(value),
         "torch.compile reduce-overhead, whole call": lambda: fast(value),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
-        for name, way in ways.items():
-            times[name].append(microseconds(way))
-    ours = program(value).tensor.clone()
-    theirs, expected = default(value), network(value)
+        for name, variant in variants.items():
+            times[name].append(microseconds(variant))
+    actual = program(value).tensor.clone()
+    compiled, expected = default(value), network(value)
     return {
         "key": list(key),
         "microseconds": {name: statistics.median(values) for name, values in times.items()},
         "spread": {name: [min(values), max(values)] for name, values in times.items()},
-        "same bits as torch.compile": bool(torch.equal(ours, theirs)),
-        "difference to torch.compile": gpu_calls.relative(theirs, ours),
-        "difference to eager": gpu_calls.relative(expected, ours),
-        "torch.compile to eager": gpu_calls.relative(expected, theirs),
+        "same bits as torch.compile": bool(torch.equal(actual, compiled)),
+        "difference to torch.compile": gpu_calls.relative(compiled, actual),
+        "difference to eager": gpu_calls.relative(expected, actual),
+        "torch.compile to eager": gpu_calls.relative(expected, compiled),
     }
 
 

@@ -1,4 +1,4 @@
-"""Ways to call one model from one torch process: bundle, torch.compile, graphs captured by hand, a bare graph launch."""
+"""Calls of one model from one torch process: bundle, torch.compile, graphs captured by hand, a bare graph launch."""
 
 from __future__ import annotations
 

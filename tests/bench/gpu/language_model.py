@@ -59,13 +59,13 @@ def folder(name: str, out: str) -> None:
     say(folder=out, parameters=sum(parameter.numel() for parameter in model.parameters()))
 
 
-def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
+def compare(bundle: str, model: str, cache: str, variants: list[str]) -> None:
     """Prints the results of all processes of `cgcompile bench --generate`; if BUNDLE is "-", only those of transformers."""
     settings: dict[str, Any] = {
         "bundle": os.path.abspath(bundle),
         "model": os.path.abspath(model),
         "threads": None,
-        "rounds": 2 if "bundle" in ways else 1,
+        "rounds": 2 if "bundle" in variants else 1,
     }
     batches: tuple[int, ...]
     if bundle == "-":
@@ -84,19 +84,19 @@ def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         job = Path(scratch, "job.json")
         job.write_text(json.dumps({**settings, "prompt": prompt, "tokens": tokens, "batches": batches}))
-        for way in ways:
-            worker = f"cgcompile.tools.generation.{'bundle' if way == 'bundle' else 'torch'}_worker"
-            arguments: list[Any] = [job] if way == "bundle" else [way, job]
-            environment = {} if way == "bundle" else compiler_cache(Path(cache))
+        for variant in variants:
+            worker = f"cgcompile.tools.generation.{'bundle' if variant == 'bundle' else 'torch'}_worker"
+            arguments: list[Any] = [job] if variant == "bundle" else [variant, job]
+            environment = {} if variant == "bundle" else compiler_cache(Path(cache))
             begin = perf_counter()
             try:
-                with WorkerProcess(worker, *arguments, log=Path(scratch, f"{way}.log"), environment=environment) as process:
+                with WorkerProcess(worker, *arguments, log=Path(scratch, f"{variant}.log"), environment=environment) as process:
                     answer = process.answer()
             except BuildError as error:
-                say(way=way, failed=str(error), process=perf_counter() - begin)
+                say(way=variant, failed=str(error), process=perf_counter() - begin)
                 continue
             generated = answer.pop("made")
-            say(way=way, prompt=prompt, tokens=tokens, **answer, begins=generated[:12], process=perf_counter() - begin)
+            say(way=variant, prompt=prompt, tokens=tokens, **answer, begins=generated[:12], process=perf_counter() - begin)
 
 
 def steps(bundle: str, contexts: list[int]) -> None:
@@ -163,10 +163,10 @@ def say(**fields: object) -> None:
 
 
 if __name__ == "__main__":
-    what, *arguments = sys.argv[1:]
-    if what == "folder":
+    command, *arguments = sys.argv[1:]
+    if command == "folder":
         folder(*arguments)
-    elif what == "compare":
+    elif command == "compare":
         compare(arguments[0], arguments[1], arguments[2], arguments[3:])
     else:
         steps(arguments[0], [int(context) for context in arguments[1:]] or [128, 1024, 8192])

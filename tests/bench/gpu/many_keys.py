@@ -1,7 +1,7 @@
 """Measures the cost of many int_keys: `many_keys.py FEW MANY [ROUNDS]` compares two CUDA bundles of one model, for example with 3
 and 64 keys.
 
-Prints the time from process start to first output of each: with the default loading, with all graphs built, and with none; the ways
+Prints the time from process start to first output of each: with the default loading, with all graphs built, and with none, which
 alternate. Also prints the time in driver calls while MANY is loaded, the GPU memory of each key, and the cost of a call that
 changes the key. Needs no torch.
 """
@@ -29,14 +29,13 @@ BURST = 12
 
 
 def main(few: str, many: str, rounds: str = "7") -> None:
-    """Prints the tables."""
-    ways = [(few, "default"), (many, "default"), (many, "all"), (many, "lazy")]
+    variants = [(few, "default"), (many, "default"), (many, "all"), (many, "lazy")]
     runs_by_way: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for round_ in range(int(rounds) + 1):
-        for way in ways:
-            row = children.run("gpu/many_keys.py", "serve", *way)
+        for variant in variants:
+            row = children.run("gpu/many_keys.py", "serve", *variant)
             if round_:
-                runs_by_way[way].append(row)
+                runs_by_way[variant].append(row)
     screen = report.console()
     rows = []
     for (bundle, how), runs in runs_by_way.items():

@@ -20,7 +20,6 @@ SETTLED = 10
 
 
 def main(bundle: str, rounds: str) -> None:
-    """Prints bytes as JSON."""
     context = Context(0)
     before = free(context)
     program = cgbundle.load(bundle)
@@ -60,7 +59,6 @@ def main(bundle: str, rounds: str) -> None:
 
 
 def free(context: Context) -> int:
-    """Returns the free bytes of GPU memory."""
     with context:
         return driver.free_bytes()
 

@@ -1,5 +1,5 @@
-"""Child process: `replays.py MODEL BUNDLE COUNT` replays random sizes on changing streams and compares each with the input's first
-replay.
+"""Child process: `replays.py MODEL BUNDLE COUNT` replays random sizes on changing streams and compares every output with that of
+the input's first replay.
 
 Then it compares mode="stream" with mode="graph", bit for bit, and sizes that are padded or chunked with eager PyTorch.
 """
@@ -23,7 +23,6 @@ OTHERS = (2, 3, 7, 9, 31, 33, 40, 70)
 
 
 def main(model: str, bundle: str, count: str) -> None:
-    """Prints counts and differences as JSON."""
     torch.manual_seed(5)
     network = gpu_calls.network_of(model, bundle)
     pool = {key: drawn(value) for key, value in gpu_calls.self_test_calls(bundle).items()}
@@ -43,9 +42,9 @@ def main(model: str, bundle: str, count: str) -> None:
             numbers["stream compared"] = len(pairs)
             numbers["stream differs"] = sum(not torch.equal(x, y) for x, y in pairs)
         with gpu_calls.loaded(bundle, on_miss="chunk") as chunk:
-            whole = torch.cat([value for values in pool.values() for value in values])
-            numbers["pad"] = {size: gpu_calls.relative(network(whole[:size]), program(whole[:size])) for size in OTHERS}
-            numbers["chunk"] = {size: gpu_calls.relative(network(whole[:size]), chunk(whole[:size])) for size in OTHERS}
+            rows = torch.cat([value for values in pool.values() for value in values])
+            numbers["pad"] = {size: gpu_calls.relative(network(rows[:size]), program(rows[:size])) for size in OTHERS}
+            numbers["chunk"] = {size: gpu_calls.relative(network(rows[:size]), chunk(rows[:size])) for size in OTHERS}
     print(json.dumps(numbers))
 
 

@@ -36,13 +36,11 @@ class Layers(nn.Module):
 
 
 def model() -> nn.Module:
-    """Returns the model with the same weights every time."""
     torch.manual_seed(0)
     return Layers().half().eval()
 
 
 def inputs(batch: int) -> tuple[torch.Tensor]:
-    """Returns random numbers."""
     return (torch.randint(0, 1000, (batch,)),)
 
 

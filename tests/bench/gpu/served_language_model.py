@@ -93,7 +93,6 @@ class Run:
 
 
 async def answered(model: BundleModel, requests: Sequence[Request]) -> Run:
-    """Runs the requests in an engine."""
     tokens, firsts, ends = [list[Token]() for _ in requests], [0.0] * len(requests), [0.0] * len(requests)
     steps: list[tuple[Step, float]] = []
     async with Engine(model, len(requests), lambda step, seconds: steps.append((step, seconds))) as engine:
@@ -149,10 +148,10 @@ def decode(served: Served, _: argparse.Namespace) -> None:
     for count in served.lanes:
         requests = [Request(prompt=prompt(number, CONTEXT), most=TOKENS, sampling=GREEDY) for number in range(count)]
         served.texts(requests, lanes=count)
-        whole = [(began, end) for name, began, end in served.times if name == "decode"][-TOKENS + 8 : -2]
-        gaps = sorted(later - end for (_, end), (later, _) in itertools.pairwise(whole))
-        calls = statistics.median(end - began for began, end in whole)
-        period = (whole[-1][0] - whole[0][0]) / (len(whole) - 1)
+        spans = [(began, end) for name, began, end in served.times if name == "decode"][-TOKENS + 8 : -2]
+        gaps = sorted(later - end for (_, end), (later, _) in itertools.pairwise(spans))
+        calls = statistics.median(end - began for began, end in spans)
+        period = (spans[-1][0] - spans[0][0]) / (len(spans) - 1)
         say(
             "decode", lanes=count, tokens_per_second=count / period, step_ms=period * 1e3, call_ms=calls * 1e3,
             between_us=statistics.median(gaps) * 1e6, between_p99_us=gaps[len(gaps) * 99 // 100] * 1e6,

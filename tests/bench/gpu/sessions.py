@@ -33,7 +33,7 @@ def main(bundle: str, sessions: int = 8, calls: int = 1000) -> int:
         free = torch.cuda.mem_get_info()[0]
         opened_sessions = [program.session() for _ in range(sessions)]
         torch.cuda.synchronize()
-        taken = free - torch.cuda.mem_get_info()[0]
+        used = free - torch.cuda.mem_get_info()[0]
         results: dict[int, Any] = {}
         ready = threading.Barrier(sessions + 1)
 
@@ -53,7 +53,7 @@ def main(bundle: str, sessions: int = 8, calls: int = 1000) -> int:
         row = {
             "sessions": sessions, "calls each": calls, "wrong": wrong, "wrong alone": alone["wrong"],
             "session memory": program.session_memory, "predicted bytes": sessions * on_gpu(program.session_memory),
-            "taken bytes": taken, "calls per second": sessions * calls / seconds, "one session's": calls / alone["seconds"],
+            "taken bytes": used, "calls per second": sessions * calls / seconds, "one session's": calls / alone["seconds"],
         }  # fmt: skip
     print(json.dumps(row))
     return 1 if wrong or alone["wrong"] else 0
@@ -79,7 +79,6 @@ def on_gpu(sizes: dict[str, int]) -> int:
 
 
 def first(result: Any) -> Any:
-    """Returns the first output."""
     return result[0] if isinstance(result, tuple) else result
 
 

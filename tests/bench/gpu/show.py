@@ -52,7 +52,6 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=children.ROOT / ".cache" / "gpu", help="folder of bundles and caches")
@@ -96,13 +95,13 @@ def measure_child(part: str, bundle: Path, cache: Path) -> dict[str, Any]:
     """Runs the child of a part and returns its numbers."""
     model = built_models.GPT.source
     extra = child_rows.inductor_cache(cache) | child_rows.gpt_environment()
-    ways: dict[str, Callable[[], dict[str, Any]]] = {
+    variants: dict[str, Callable[[], dict[str, Any]]] = {
         "dispatch": lambda: child_rows.run("gpu/dispatch.py", model, bundle, extra=extra),
         "device": lambda: child_rows.run("gpu/device_time.py", model, bundle, extra=extra),
         "memory": lambda: child_rows.run("gpu/memory_use.py", bundle, LEAK_ROUNDS),
         "replays": lambda: child_rows.run("gpu/replays.py", model, bundle, REPLAYS, extra=extra),
     }
-    return ways[part]()
+    return variants[part]()
 
 
 def build_rows(cache: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -116,10 +115,10 @@ def build_rows(cache: Path, options: argparse.Namespace) -> list[dict[str, Any]]
 LISTED = {"builds": built_models.MODELS, "architectures": built_models.ARCHITECTURES}
 
 
-def builds(part: str, every: list[dict[str, Any]], screen: report.Console) -> tuple[Any, list[str]]:
+def builds(part: str, all_rows: list[dict[str, Any]], screen: report.Console) -> tuple[Any, list[str]]:
     """Prints one of the two build tables. A model whose package is missing is skipped and not wrong."""
     names = {model.name for model in LISTED[part]}
-    rows = [row for row in every if row["name"] in names]
+    rows = [row for row in all_rows if row["name"] in names]
     title = "Models" if part == "builds" else "Architectures of transformers, two layers, random weights"
     build_table.show(screen, title, rows)
     broken = [row for row in rows if failed(row) and not failed(row).startswith("skipped")]

@@ -1,4 +1,4 @@
-"""Tables of the parts that are one child each, and sentences about wrong results."""
+"""Tables of the parts of show.py that run one child process, and sentences about wrong results."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def mb(size: int) -> str:
 
 
 def show_replays(screen: report.Console, numbers: dict[str, Any]) -> None:
-    """Prints counts and differences."""
     rows = [
         [f"{numbers['replays']:,} replays, sizes, inputs and streams at random", f"{numbers['wrong']} with other bits"],
         [
@@ -94,12 +93,14 @@ SHOW: dict[str, Callable[[report.Console, dict[str, Any]], None]] = {
 
 
 def wrong_cold(numbers: dict[str, Any]) -> list[str]:
-    """Lists ways that failed, forbidden imports in the loading process, and outputs that differ."""
+    """Lists variants that failed, forbidden imports in the loading process, and outputs that differ."""
     sentences = [
-        f"{way}: {failed(rows[-1])}" for way, rows in numbers.items() if isinstance(rows, list) and rows and failed(rows[-1])
+        f"{variant}: {failed(rows[-1])}"
+        for variant, rows in numbers.items()
+        if isinstance(rows, list) and rows and failed(rows[-1])
     ]
-    sentences += [f"{way}: {failed(numbers[way])}" for way in ("cold compile", "JAX build") if failed(numbers[way])]
-    for run in [row for way in ("bundle", "bundle alone", "watched") for row in numbers.get(way, [])]:
+    sentences += [f"{variant}: {failed(numbers[variant])}" for variant in ("cold compile", "JAX build") if failed(numbers[variant])]
+    for run in [row for variant in ("bundle", "bundle alone", "watched") for row in numbers.get(variant, [])]:
         if run.get("banned"):
             sentences.append(f"the loading process imported {', '.join(run['banned'])}")
         if not all(run.get("self-test", [True])):
@@ -111,8 +112,8 @@ def wrong_cold(numbers: dict[str, Any]) -> list[str]:
         sentences.append("torch.compile found nothing in its warm cache: the comparison would be unfair")
     if any(numbers["differences"].get("bundle", []) + numbers["differences"].get("bundle alone", [])):
         sentences.append("the bundle's output differs from the recording's")
-    for way, values in numbers["differences"].items():
-        sentences += [f"{way} differs from the recording by {value:.1e}" for value in values if not value <= TOLERANCE]
+    for variant, values in numbers["differences"].items():
+        sentences += [f"{variant} differs from the recording by {value:.1e}" for value in values if not value <= TOLERANCE]
     return sorted(set(sentences))
 
 

@@ -125,7 +125,6 @@ def start(name: str, arguments: argparse.Namespace, graphs: Path | None, *, roun
 
 
 def main() -> None:
-    """Fills the folder, then compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("graphs", type=Path)

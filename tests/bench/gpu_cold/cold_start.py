@@ -1,4 +1,5 @@
-"""The part `cold`: time from process start to the first output with all three sizes ready. Ways alternate in new processes."""
+"""The part `cold` of show.py: time from process start to the first output with all three sizes ready. Variants
+alternate in new processes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ LAPS = ("interpreter", "import cgbundle", "input", "first call")
 
 
 def measure(bundle: Path, cache: Path) -> dict[str, Any]:
-    """Measures the repetitions of every way; a way that fails has {"error"} instead."""
+    """Measures the repetitions of every variant; a variant that fails has {"error"} instead."""
     folder = cache / "cold"
     folder.mkdir(parents=True, exist_ok=True)
     texts = self_test_inputs(bundle, folder)
@@ -41,7 +42,7 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
     torch = ("capture", model, weights, folder / "capture", *texts)
     alone = folder / "environment"
     venv.create(alone, symlinks=True)
-    ways = {
+    variants = {
         "bundle": lambda: child_rows.run("gpu_cold/serve_bundle.py", "plain", bundle, folder / "bundle.0", texts[0]),
         "bundle alone": lambda: child_rows.run(
             "gpu_cold/serve_bundle.py", "plain", bundle, folder / "alone.0", texts[0], python=alone / "bin" / "python"
@@ -57,18 +58,18 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
     }
     shutil.rmtree(cache / "torch_compile", ignore_errors=True)
     say("cold: torch.compile fills its cache")
-    numbers: dict[str, Any] = {"cold compile": ways["compile"]()}
+    numbers: dict[str, Any] = {"cold compile": variants["compile"]()}
     say(f"cold: {seconds_or_error(numbers['cold compile'])}; JAX compiles")
     numbers["JAX build"] = child_rows.run("gpu_cold/serve_jax.py", "build", folder / "jax", weights, *texts, extra=jax)
     say(f"cold: {seconds_or_error(numbers['JAX build'])}")
-    for way, once in ways.items():
-        if way != "compile":
+    for variant, once in variants.items():
+        if variant != "compile":
             first = once()
-            say(f"cold: {way}, first time: {seconds_or_error(first)}")
+            say(f"cold: {variant}, first time: {seconds_or_error(first)}")
     for round_ in range(max(REPEAT.values())):
-        for way, once in ways.items():
-            rows = numbers.setdefault(way, [])
-            if round_ < REPEAT[way] and not (rows and failed(rows[-1])):
+        for variant, once in variants.items():
+            rows = numbers.setdefault(variant, [])
+            if round_ < REPEAT[variant] and not (rows and failed(rows[-1])):
                 rows.append(once())
     numbers["differences"] = differences(bundle, folder)
     say(f"cold: differences to the recording {numbers['differences']}")
@@ -94,10 +95,10 @@ def self_test_inputs(bundle: Path, folder: Path) -> list[str]:
 
 
 def differences(bundle: Path, folder: Path) -> dict[str, Any]:
-    """Returns, for each way, the largest difference of an output from the recording's, over the sizes that the way wrote."""
+    """Returns for each variant the largest difference from the recording's output, for every size that the variant wrote."""
     dtype = archive.read_manifest(str(bundle)).entries[0].outputs[0].dtype
     errors = {}
-    for way, stem in (
+    for variant, stem in (
         ("bundle", "bundle"),
         ("bundle alone", "alone"),
         ("capture", "capture"),
@@ -105,7 +106,7 @@ def differences(bundle: Path, folder: Path) -> dict[str, Any]:
         ("JAX", "jax/output"),
     ):
         files = sorted(folder.glob(f"{stem}.[0-9]"))
-        errors[way] = [
+        errors[variant] = [
             comparison.difference(dtype, (folder / f"expected.{file.name[-1]}").read_bytes(), file.read_bytes()) for file in files
         ]
     return errors
@@ -137,7 +138,7 @@ def seconds_or_error(row: dict[str, Any]) -> str:
 
 def show(screen: report.Console, numbers: dict[str, Any]) -> None:
     """Prints times and ratios against the goals, then the breakdown."""
-    ours = times(numbers, "bundle")
+    bundle_seconds = times(numbers, "bundle")
     goals = {"compile": 20, "capture": 6, "JAX": 4}
     titles = {
         "bundle": "bundle, three sizes ready (no torch, no NumPy)",
@@ -149,17 +150,19 @@ def show(screen: report.Console, numbers: dict[str, Any]) -> None:
         "JAX": "JAX, three serialized executables",
     }
     rows = []
-    for way, title in titles.items():
-        seconds = times(numbers, way)
+    for variant, title in titles.items():
+        seconds = times(numbers, variant)
         if not seconds:
-            rows.append([title, failed(numbers[way][-1])[:60] if numbers.get(way) else "not run", ""])
+            rows.append([title, failed(numbers[variant][-1])[:60] if numbers.get(variant) else "not run", ""])
             continue
         verdict = ""
         floor = times(numbers, "C floor")
-        if way in ("bundle", "bundle alone") and floor:
+        if variant in ("bundle", "bundle alone") and floor:
             verdict = report.goal((statistics.median(seconds) - statistics.median(floor)) * 1e3, OVER_FLOOR, "ms over the floor")
-        elif way in goals and ours:
-            verdict = report.goal(statistics.median(seconds) / statistics.median(ours), goals[way], "x", at_least=True)
+        elif variant in goals and bundle_seconds:
+            verdict = report.goal(
+                statistics.median(seconds) / statistics.median(bundle_seconds), goals[variant], "x", at_least=True
+            )
         rows.append([title, report.spread(seconds), verdict])
     rows.append(["torch.compile reduce-overhead, empty cache", seconds_or_error(numbers["cold compile"])[:60], "once"])
     rows.append(["JAX, compiling the three executables", seconds_or_error(numbers["JAX build"])[:60], "once"])
@@ -169,9 +172,9 @@ def show(screen: report.Console, numbers: dict[str, Any]) -> None:
     show_breakdown(screen, numbers)
 
 
-def times(numbers: dict[str, Any], way: str) -> list[float]:
+def times(numbers: dict[str, Any], variant: str) -> list[float]:
     """Returns the seconds of the repetitions that succeeded."""
-    return [row["seconds"] for row in numbers.get(way, []) if not failed(row)]
+    return [row["seconds"] for row in numbers.get(variant, []) if not failed(row)]
 
 
 def show_breakdown(screen: report.Console, numbers: dict[str, Any]) -> None:
@@ -198,9 +201,9 @@ def show_breakdown(screen: report.Console, numbers: dict[str, Any]) -> None:
     screen.print(
         f"  {first[0]:#x} and {second[0]:#x}; self-test at the second: {'same bits' if all(run['self-test']) else 'OTHER BITS'}"
     )
-    for way, values in numbers["differences"].items():
+    for variant, values in numbers["differences"].items():
         shown = ", ".join(f"{value:.1e}" for value in values)
-        screen.print(f"  {way}: largest difference to the recording per size: {shown} (allowed {TOLERANCE:g})")
+        screen.print(f"  {variant}: largest difference to the recording per size: {shown} (allowed {TOLERANCE:g})")
     screen.print()
 
 

@@ -31,7 +31,6 @@ print(time.process_time() - begin)
 
 
 def main() -> None:
-    """Prints a line for each checkout."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkouts", nargs="*", type=Path, help="others to compare with")
     parser.add_argument("--runs", type=int, default=20, help="processes of each kind (default: %(default)s)")
@@ -72,7 +71,6 @@ def seconds(folder: Path, modules: list[str], **variables: str) -> float:
 
 
 def count_lines(folder: Path, name: str) -> int:
-    """Returns the number of lines of a module."""
     path = folder.joinpath(*name.split("."))
     return len((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8").splitlines())
 

@@ -55,12 +55,10 @@ def forward(weights: dict[str, Any], ids: Any) -> Any:
 
 
 def linear(weights: dict[str, Any], name: str, x: Any) -> Any:
-    """Multiplies x with the transposed weight and adds the bias."""
     return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
 
 def norm(weights: dict[str, Any], name: str, x: Any) -> Any:
-    """Applies LayerNorm in float32."""
     import jax
 
     wide = x.astype("float32")
@@ -112,9 +110,8 @@ def serve(folder: Path, weights: str, texts: list[str]) -> dict[str, Any]:
     return numbers | {"platform": jax.devices()[0].platform}
 
 
-def main(way: str, folder: str, weights: str, *texts: str) -> None:
-    """Prints the numbers as JSON."""
-    print(json.dumps({"build": build, "serve": serve}[way](Path(folder), weights, list(texts))))
+def main(action: str, folder: str, weights: str, *texts: str) -> None:
+    print(json.dumps({"build": build, "serve": serve}[action](Path(folder), weights, list(texts))))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def measured_nccl() -> dict[int, float]:
     return {int(size): float(best) for size, best in rows}
 
 
-def ours(theirs: dict[int, float]) -> None:
-    """Prints the table; `theirs` are NCCL's microseconds by bytes."""
+def ours(nccl_times: dict[int, float]) -> None:
+    """Measures cgcompile's kernels and prints the table; `nccl_times` are NCCL's microseconds by bytes."""
     from cgcompile.targets.collectives.exchange_memory import ExchangeMemory
     from cgcompile.targets.collectives.launches import collective_launch
     from tests.gpu.helpers.ranks import Collective, Ranks
@@ -84,7 +84,7 @@ def ours(theirs: dict[int, float]) -> None:
         graphs = ranks.graph([collective] * TIMES)
         best = min(ranks.replay(graphs) for _ in range(REPLAYS)) * 1000 / TIMES
         equal = all(torch.equal(output[: size // 2].cpu(), right[: size // 2]) for output in outputs)
-        other = theirs.get(size, float("nan"))
+        other = nccl_times.get(size, float("nan"))
         how = f"{launch.way} {launch.blocks} x {launch.threads}, {'right' if equal else 'WRONG'}"
         print(f"{size >> 10:6} KB  ours {best:7.2f} us  NCCL {other:7.2f}  {other / best:5.2f} times  {how}", flush=True)
 

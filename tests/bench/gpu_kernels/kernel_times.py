@@ -1,7 +1,7 @@
-"""Child process: `kernel_times.py BUNDLE` times every kernel of a bundle in its place. Prints JSON: int_key -> symbol ->
+"""Child process: `kernel_times.py BUNDLE` times every kernel of a bundle between its neighbours. Prints JSON: int_key -> symbol ->
 microseconds.
 
-Launches are queued behind a memset that keeps the GPU busy until all are queued, with an event after each. So no launch waits for
+Launches are queued after a memset that keeps the GPU busy until all are queued, with an event after each. So no launch waits for
 the CPU, and caches are as in a replay. An event between two kernels costs about a microsecond on the GPU.
 """
 
@@ -44,7 +44,6 @@ def main(bundle: str) -> None:
 
 
 def archive_file(bundle: str, file: str) -> bytes:
-    """Reads a file of the bundle."""
     with open(f"{bundle}/{file}", "rb") as opened:
         return opened.read()
 

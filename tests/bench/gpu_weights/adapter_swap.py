@@ -30,7 +30,7 @@ TOLERANCE = 2e-2
 
 
 def main() -> int:
-    """Prints a line per way."""
+    """Prints a line per kind of swap."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, default in (("layers", 48), ("width", 2048), ("rank", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def measure(lora: Any, program: Any, adapters: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Times every way to swap. Returns whether the answers are right."""
+    """Times every kind of swap. Returns whether the answers are right."""
     x = (torch.randn(1, lora.TOKENS, lora.WIDTH) / 16).to(lora.DTYPE).cuda()  # 48 layers multiply its size by a thousand
     slot = torch.tensor([2])
     network = lora.model().cuda()
@@ -73,29 +73,29 @@ def measure(lora: Any, program: Any, adapters: list[tuple[torch.Tensor, torch.Te
             expected.append(network(x, slot.cuda()))
     on_gpu = slot.cuda()
     pinned = [tuple(tensor.pin_memory() for tensor in row) for row in adapters]
-    there = [tuple(tensor.cuda() for tensor in row) for row in adapters]
+    gpu_adapters = [tuple(tensor.cuda() for tensor in row) for row in adapters]
     merged = [lora.merged(weights, *row) for row in adapters]
     none = torch.zeros_like(on_gpu)
-    ways: dict[str, tuple[Callable[[int], Any], torch.Tensor]] = {
+    variants: dict[str, tuple[Callable[[int], Any], torch.Tensor]] = {
         "load, NumPy": (lambda n: program.load(slot.numpy(), *[tensor.numpy() for tensor in adapters[n]]), on_gpu),
         "load, pinned": (lambda n: program.load(slot, *pinned[n]), on_gpu),
-        "load, on the GPU": (lambda n: program.load(on_gpu, *there[n]), on_gpu),
+        "load, on the GPU": (lambda n: program.load(on_gpu, *gpu_adapters[n]), on_gpu),
         "update, merged": (lambda n: program.update(merged[n], partial=True), none),
     }
     call = times(lambda n: program(x, on_gpu))
     print(f"  a call alone: {shown(call)}", flush=True)
     right = True
-    for name, (swap, rows) in ways.items():
+    for name, (swap, rows) in variants.items():
         answers: list[torch.Tensor] = []
 
         def once(number: int, swap: Callable[[int], Any] = swap, rows: torch.Tensor = rows) -> None:
             swap(number)
             answers.append(program(x, rows))  # noqa: B023
 
-        taken = times(once)
+        durations = times(once)
         worst = max(float((got - expected[n % 3]).abs().max() / expected[n % 3].abs().max()) for n, got in enumerate(answers))
         right = right and worst < TOLERANCE
-        print(f"  {name}: {shown(taken)}; largest error {worst:.1e}", flush=True)
+        print(f"  {name}: {shown(durations)}; largest error {worst:.1e}", flush=True)
     return right
 
 

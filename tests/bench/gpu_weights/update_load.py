@@ -110,7 +110,6 @@ def load(
 
 
 def answer(program: Any, values: list[Any]) -> bytes:
-    """Returns the bytes of the first output."""
     outputs = program.replay(values)
     return bytes((outputs[0] if isinstance(outputs, (list, tuple)) else outputs).tobytes())
 

@@ -1,4 +1,4 @@
-"""Measures how fast weights reach the GPU, for several ways and settings: `tests/bench/gpu_weights/upload.py [MB]`.
+"""Measures how fast weights reach the GPU, by several methods and settings: `tests/bench/gpu_weights/upload.py [MB]`.
 
 Prints milliseconds from an idle context to the last byte on the GPU, including pinning. The file is in the page cache; medians of
 three.
@@ -51,13 +51,13 @@ def registered(path: str, size: int, base: int) -> None:
             view.release()
 
 
-def measure(name: str, way: Callable[[], None]) -> None:
+def measure(name: str, variant: Callable[[], None]) -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
         try:
-            way()
-        except Exception as error:  # noqa: BLE001 - a way that fails on this machine is a result too
+            variant()
+        except Exception as error:  # noqa: BLE001 - a method that fails on this machine is a result too
             print(f"{name:40} {error}")
             return
         times.append(1e3 * (time.perf_counter() - start))

@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def answers(port: int, sentence: str) -> bool:
-    """Tells whether the server returns an embedding."""
+    """Returns whether the server returns an embedding."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONG)
     body = json.dumps({"model": NAME, "input": sentence})
     try:
@@ -120,22 +120,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(servers: dict[str, Any], clients: int) -> None:
-    """Prints the table."""
-    ways = list(servers.values())
+    variants = list(servers.values())
 
     def spread(numbers: Sequence[float], form: str) -> str:
         return f"{sorted(numbers)[len(numbers) // 2]:{form}} ({min(numbers):{form}}-{max(numbers):{form}})"
 
     rows: list[tuple[str, ...]] = [
-        ("process start to first answer, s", *(spread(way["starts"], ".2f") for way in ways)),
-        ("memory after the load", *(report.mebibytes(way["resident"]) for way in ways)),
+        ("process start to first answer, s", *(spread(variant["starts"], ".2f") for variant in variants)),
+        ("memory after the load", *(report.mebibytes(variant["resident"]) for variant in variants)),
     ]
     for count in (str(clients), "1"):
         name = f"{count} client{'s' if count != '1' else ''}"
-        rows.append((f"{name}: requests/s", *(spread(way[count]["throughput"], ".0f") for way in ways)))
+        rows.append((f"{name}: requests/s", *(spread(variant[count]["throughput"], ".0f") for variant in variants)))
         for part in ("p50", "p99", "processor"):
             title = "processors' time of a request" if part == "processor" else part
-            rows.append((f"{name}: {title}", *(f"{way[count][part] * 1e3:.2f} ms" for way in ways)))
+            rows.append((f"{name}: {title}", *(f"{variant[count][part] * 1e3:.2f} ms" for variant in variants)))
     report.table(report.console(), f"MiniLM, {os.cpu_count()} processors", ("", *servers), rows, "all answers correct")
 
 

@@ -4,7 +4,8 @@ its next request as soon as the last one was answered.
 One thread, one selector and prepared requests: 64 clients use little of the CPU time that they share with the server. Reads a line
 of JSON from stdin: {"texts": [...], "expected": [[...], ...], "model": ""}. Prints "ready" when all are connected; any line on
 stdin starts them. Then prints a line of JSON: {"begin", "end", "answers": [[seconds, number of the text], ...], "difference"}.
-FIRST numbers the clients: a client sends the same texts in every run. With a "model" name, requests have OpenAI's form.
+FIRST is the number of the first client; the number decides which texts a client sends. With a "model" name, requests have OpenAI's
+form.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def drive(clients: list[Client], requests: list[bytes]) -> list[tuple[float, int
         while selector.get_map():
             for key, _ in selector.select():
                 client = key.data
-                came = client.connection.recv(1 << 16)
-                if not came:
+                received = client.connection.recv(1 << 16)
+                if not received:
                     raise Refused("the server closed a connection")
-                client.came += came
+                client.came += received
                 if (body := answer(client.came)) is None:
                     continue
                 replies.append((serving.now() - client.asked, client.texts.pop(), body))
@@ -90,7 +91,6 @@ def drive(clients: list[Client], requests: list[bytes]) -> list[tuple[float, int
 
 
 def main(port: str, clients: str, count: str, first: str) -> None:
-    """Runs the clients once."""
     job = json.loads(sys.stdin.readline())
     texts, expected = job["texts"], job["expected"]
     client_list = [

@@ -53,7 +53,6 @@ class Served:
         return status | status["models"]["llm"]
 
     def resident(self) -> float:
-        """Returns the resident memory in MiB."""
         fields = Path(f"/proc/{self.process.pid}/status").read_text().split("\n")
         return int(next(line for line in fields if line.startswith("VmRSS")).split()[1]) / 1024
 

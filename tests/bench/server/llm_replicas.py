@@ -79,15 +79,15 @@ def ask(address: str, options: dict[str, Any], threads: int, first: int, begin: 
 
 def rate(bundle: str, tokenizer: str, devices: str, args: argparse.Namespace) -> float:
     """Returns answers per second."""
-    every = sorted(os.sched_getaffinity(0))
-    server_cores, theirs = set(every[: args.cores]), set(every[args.cores :]) or set(every)
+    all_cores = sorted(os.sched_getaffinity(0))
+    server_cores, client_cores = set(all_cores[: args.cores]), set(all_cores[args.cores :]) or set(all_cores)
     server, address = started(bundle, tokenizer, devices, server_cores, args.turns)
     try:
         begin = time.monotonic() + args.warm
         until, threads = begin + args.seconds, args.clients // args.processes
         with get_context("spawn").Pool(args.processes) as pool:
             rows = pool.starmap(
-                ask, [(address, vars(args), threads, 13 * number, begin, until, theirs) for number in range(args.processes)]
+                ask, [(address, vars(args), threads, 13 * number, begin, until, client_cores) for number in range(args.processes)]
             )
         with open(f"/proc/{server.pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -144,7 +144,6 @@ def post(port: int, text: str) -> None:
 
 
 def health(server: Server) -> dict[str, Any]:
-    """Returns the server's answer to /health."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("GET", "/health")
     return json.loads(connection.getresponse().read())
@@ -205,7 +204,6 @@ def split(clients: int, processes: int) -> list[range]:
 
 
 def say(process: subprocess.Popen[str], line: str) -> None:
-    """Writes a line to a child."""
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()
@@ -233,7 +231,6 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def spell(name: str, clients: int, round_: Round) -> str:
-    """Returns a line about one round."""
     numbers = summary([round_])
     spent = f"{numbers['loop'] * 1e3:.2f} + {numbers['others'] * 1e3:.2f} ms of the processors' time each"
     return f"{name}, {clients} clients: {numbers['throughput'][0]:.0f} requests/s, p99 {numbers['p99'] * 1e3:.1f} ms, {spent}"
@@ -350,40 +347,39 @@ def cores(text: str) -> set[int]:
 
 
 def show(numbers: dict[str, Any]) -> None:
-    """Prints the table."""
-    ways = [numbers[name] for name in ("bundle", "eager", "compile") if name in numbers]
-    bundle, eager, *_ = ways
+    variants = [numbers[name] for name in ("bundle", "eager", "compile") if name in numbers]
+    bundle, eager, *_ = variants
 
     def ratio(a: float, b: float) -> str:
         return f"{a / b:.2f} x"
 
     def row(name: str, key: str, spell: Callable[[Any], str]) -> tuple[str, ...]:
-        return (name, *(spell(way[key]) for way in ways), ratio(eager[key], bundle[key]))
+        return (name, *(spell(variant[key]) for variant in variants), ratio(eager[key], bundle[key]))
 
     rows: list[tuple[str, ...]] = [
-        ("torch imported", *("yes" if way["torch"] else "no" for way in ways), ""),
+        ("torch imported", *("yes" if variant["torch"] else "no" for variant in variants), ""),
         row("process start to first answer", "start", lambda seconds: f"{seconds:.2f} s"),
         row("memory of the process", "resident", report.mebibytes),
     ]
     for key, name in (("many", f"{numbers['clients']} clients"), ("one", "1 client")):
-        summaries = [way[key] for way in ways]
-        through = [statistics.median(way["throughput"]) for way in summaries]
-        spread = [f"{min(way['throughput']):.0f}-{max(way['throughput']):.0f}" for way in summaries]
+        summaries = [variant[key] for variant in variants]
+        through = [statistics.median(variant["throughput"]) for variant in summaries]
+        spread = [f"{min(variant['throughput']):.0f}-{max(variant['throughput']):.0f}" for variant in summaries]
         cells = [f"{x:.0f} ({s})" for x, s in zip(through, spread, strict=True)]
         rows.append((f"{name}, requests a second", *cells, ratio(through[0], through[1])))
         for part, title in PARTS.items():
-            cells = [f"{way[part] * 1e3:.2f} ms" for way in summaries]
+            cells = [f"{variant[part] * 1e3:.2f} ms" for variant in summaries]
             rows.append((f"{name}, {title}", *cells, ratio(summaries[1][part], summaries[0][part])))
     many = f"{numbers['clients']} clients"
     for span, title in {**SPANS, "http": "the rest: HTTP"}.items():
-        rows.append((f"{many}, {title}", *(f"{way['spans'][span] * 1e3:.2f} ms" for way in ways), ""))
-    rows.append((f"{many}, calls' share of the time", *(f"{way['busy']:.0%}" for way in ways), ""))
-    rows.append((f"{many}, rows of a call", *(f"{way['rows per call']:.1f}" for way in ways), ""))
-    total = sum(way[key]["requests"] for way in ways for key in ("many", "one"))
-    note = f"all {total} answers correct; largest difference of an element {max(way['difference'] for way in ways):.1e}"
+        rows.append((f"{many}, {title}", *(f"{variant['spans'][span] * 1e3:.2f} ms" for variant in variants), ""))
+    rows.append((f"{many}, calls' share of the time", *(f"{variant['busy']:.0%}" for variant in variants), ""))
+    rows.append((f"{many}, rows of a call", *(f"{variant['rows per call']:.1f}" for variant in variants), ""))
+    total = sum(variant[key]["requests"] for variant in variants for key in ("many", "one"))
+    note = f"all {total} answers correct; largest difference of an element {max(variant['difference'] for variant in variants):.1e}"
     at_once = f"{numbers['calls']} calls at once, {numbers['threads']} threads each"
     title = f"examples/serve.py, MiniLM, {numbers['processors']} processors, {at_once}"
-    names = ("bundle", "eager PyTorch", "torch.compile")[: len(ways)]
+    names = ("bundle", "eager PyTorch", "torch.compile")[: len(variants)]
     report.table(report.console(), title, ("", *names, "better than eager by"), rows, note)
 
 

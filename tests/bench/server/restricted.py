@@ -59,7 +59,7 @@ TOOL = {"name": "get_weather", "parameters": record(city=text(20), unit={"enum":
 
 
 class Answer(NamedTuple):
-    """`valid` tells whether the answer fits its schema; `tokens` is its number of tokens."""
+    """`valid`: whether the answer fits its schema; `tokens`: its number of tokens."""
 
     valid: bool
     tokens: int

@@ -1,5 +1,5 @@
-"""Times pieces on this machine's GPU with the driver alone: `measure.py OUT.json PIECES...`. Second of the three parts of `make
-tune`.
+"""Times pieces (see prepare.py) on this machine's GPU with the driver alone: `measure.py OUT.json PIECES...`. Second of the three
+parts of `make tune`.
 
 Every launch of a round uses other memory (the buffers move through a large allocation), so that weights come from memory and not
 from the cache, as in a model. A round is one CUDA graph of many launches; a piece's time is the median over rounds.
@@ -47,12 +47,12 @@ def main(out: str, *paths: str) -> None:
     for problem, candidate, launches, _ in pieces:
         row = problems.setdefault(repr(problem), {"problem": asdict(problem), "measured": {}})
         try:
-            taken = measure(launches, room, stream)
+            duration = measure(launches, room, stream)
         except RuntimeError as error:
             print(f"{problem} {candidate}: {error}", flush=True)
             raise
         # a problem may cover several layouts of its operands: use their mean
-        row["measured"].setdefault(repr(candidate), (candidate, []))[1].append(taken)
+        row["measured"].setdefault(repr(candidate), (candidate, []))[1].append(duration)
     rows = []
     for row in problems.values():
         measured = [(statistics.mean(times), candidate) for candidate, times in row["measured"].values()]
@@ -60,7 +60,7 @@ def main(out: str, *paths: str) -> None:
         rows.append(
             {
                 "problem": row["problem"],
-                "measured": [{"candidate": asdict(candidate), "microseconds": round(taken, 2)} for taken, candidate in measured],
+                "measured": [{"candidate": asdict(candidate), "microseconds": round(us, 2)} for us, candidate in measured],
             }
         )
     name = check(cu.cuDeviceGetName(100, device)).split(b"\0")[0].decode()

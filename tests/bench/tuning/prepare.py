@@ -1,11 +1,11 @@
-"""Compile the candidates of every product and convolution of some models for a target, without a GPU: `prepare.py ARCH OUT
+"""Compiles the candidates of every product and convolution of some models for a target, without a GPU: `prepare.py ARCH OUT
 [--part I/N] [--seconds S] [MODEL ...]`.  Part one of three of `make tune`: measure.py times them on the GPU, table.py makes the
 table.
 
-A piece is one operation as a model's graph holds it (shapes, strides, dtypes) with the pointwise operations behind it, in one
+A piece is one operation as a model's graph holds it (shapes, strides, dtypes) with the pointwise operations that follow it, in one
 configuration: its kernel image and how it is launched.  OUT is a pickle that only these programs read.  MODEL: of tuned_models.py,
 default all; `gpt-bf16@8,32` is one at some sizes of its first dimension.  `--part`: every N-th operation from I on.  `--seconds`:
-no kernel is begun after that; those that the model of cost likes best come first.
+no compilation starts after that; the candidates that the cost model ranks highest come first.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class Piece:
 
 
 def main(name: str, out: str, part: str, seconds: float, models: Sequence[str]) -> None:
-    """Writes the pieces."""
     target, start = arch(name), time.monotonic()
     first, step = map(int, part.split("/"))
     graphs: dict[str, Retraced] = {}
@@ -87,11 +86,11 @@ def main(name: str, out: str, part: str, seconds: float, models: Sequence[str]) 
             for program, tensors in tuned_models.calls(model):
                 for text, graph in operations(retrace(program, tensors)):
                     graphs.setdefault(text, graph)
-        mine = list(graphs.values())[first::step]
-        print(f"{len(mine)} of {len(graphs)} operations", flush=True)
+        selected = list(graphs.values())[first::step]
+        print(f"{len(selected)} of {len(graphs)} operations", flush=True)
         path = table_file(name)
         table = read_table(path) if path else {}
-        traced = sorted([candidate for graph in mine for candidate in candidates(graph, target, table)], key=lambda row: row[0])
+        traced = sorted([candidate for graph in selected for candidate in candidates(graph, target, table)], key=lambda row: row[0])
     print(f"{len(traced)} pieces after {time.monotonic() - start:.0f} s", flush=True)
     variants = list(dict.fromkeys(variant for _, _, _, plan in traced for variant in plan.variants))
     cubins: dict[Any, Any] = {}
@@ -142,7 +141,7 @@ def operations(retraced: Retraced) -> Any:
 
 
 def epilogue(node: torch.fx.Node, order: Any) -> list[torch.fx.Node]:
-    """Returns the pointwise operations and views after `node` that need nothing computed later than it, in order."""
+    """Returns the pointwise operations and views that follow `node` and whose other inputs are computed before it, in order."""
     chain = [node]
     for successor in list(order)[order[node] + 1 :]:
         fused = torch.Tag.pointwise in getattr(successor.target, "tags", ()) or successor.target in VIEWS
@@ -185,8 +184,8 @@ def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
 
 
 def candidates(graph: Retraced, target: Arch, table: Table) -> list[tuple[int, Problem, Candidate, Lowered]]:
-    """Lowers the operation with each configuration. Returns its rank in the order of trial; configurations of the table come first,
-    because new rows replace old ones."""
+    """Lowers the operation with each configuration. The first number of a row is the rank in the order of trial. Configurations of
+    the table come first, because new rows replace old ones."""
     offered: dict[Problem, Sequence[Candidate]] = {}
 
     def first(problem: Problem, listed: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:
@@ -223,7 +222,7 @@ def always(candidate: Candidate, problem: Problem, listed: Sequence[Candidate], 
 
 
 def lowered(graph: Retraced, target: Arch, choose: Any, more: Sequence[Candidate] = ()) -> Lowered:
-    """Does what `inductor.lower_key` does after the graph was made."""
+    """Does what `inductor.lower_key` does after the graph was created."""
     return lower_graph(graph, (), target, (), choose, lambda problem: more)[0]
 
 

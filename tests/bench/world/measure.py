@@ -90,7 +90,6 @@ def build(folder: Path, shape: str, target: str, names: Sequence[str]) -> None:
 
 
 def measure(folder: Path, shape: str) -> None:
-    """Prints a line for each way."""
     two, one = [path_of(folder, shape, name) for name in ("two", "one")]
     score_files = {}
     for short, name, devices, *_ in BUILDS:
@@ -162,7 +161,7 @@ def hint(rows: list[dict[str, Any]]) -> str:
 
 
 def compare(shape: str, score_files: dict[str, Path]) -> None:
-    """Compares every way's scores with those of eager PyTorch on one GPU, or of the first way."""
+    """Compares every variant's scores with those of eager PyTorch on one GPU, or of the first variant."""
     import torch
 
     scores = {name: torch.load(path) for name, path in score_files.items()}

@@ -1,4 +1,4 @@
-"""Runs the decoder in one way, in its own process, for measure.py. Prints a row of JSON.
+"""Runs one of four measurements of the decoder, in its own process, for measure.py. Prints a row of JSON.
 
     python tests/bench/world/serve.py bundle BUNDLE DEVICES        process start to first output, without torch
     python tests/bench/world/serve.py calls BUNDLE DEVICES OUT     microseconds a token, and the scores of STEPS steps
@@ -30,7 +30,7 @@ def say(row: dict[str, Any]) -> None:
 
 
 def tokens(step: int, batch: int) -> array[int]:
-    """Returns the token ids that every way takes at a step."""
+    """Returns the token ids of a step, the same in every measurement."""
     return array("q", [(7919 * step + 104729 * row) % 1000 for row in range(batch)])
 
 

@@ -12,7 +12,7 @@ import shares
 
 
 def model() -> nn.Module:
-    """Returns the model with all shares."""
+    """Returns the complete model, as rank 0 of one."""
     return shares.decoder.model(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Copies bundles to another machine without their weights, which that machine makes again from the model's seed.
+"""Copies bundles to another machine without their weights, which that machine computes again from the model's seed.
 
     python -m tests.gpu.helpers.carried pack CARRIED MODEL=BUNDLE...      here: copies all files except the weights
     python -m tests.gpu.helpers.carried fill CARRIED                      there: writes the weights; exit status 1 if they differ
@@ -98,7 +98,6 @@ def fill(bundle: Path) -> bool:
 
 
 def main(action: str, folder: str, *pairs: str) -> int:
-    """Runs the action of the module docstring."""
     if action == "pack":
         for pair in pairs:
             model, _, bundle = pair.rpartition("=")

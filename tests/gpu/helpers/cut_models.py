@@ -56,7 +56,7 @@ class Unsafe(Layers):
 
 
 class Twice(Layers):
-    """Two such operations, so there are three graphs."""
+    """Python reads two numbers, so there are three graphs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
@@ -96,4 +96,4 @@ KINDS = {
     "softmax": ["graph", "graph"],
     "table": ["graph", "host", "graph"],
 }
-"""The kinds of all steps except copies."""
+"""The kinds of a program's steps, except copies, by model."""

@@ -160,7 +160,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def small_graphs() -> dict[str, Callable[[], tuple[dict[Any, torch.cuda.CUDAGraph], dict[str, torch.Tensor]]]]:
-    """Returns graphs and tensors by name; most of them must be refused. `kept` keeps their memory alive."""
+    """Returns functions that make graphs and tensors, by name. Most of these must be refused. `kept` keeps their memory alive."""
     x, y = torch.ones(64, device="cuda"), torch.zeros((), device="cuda")
     kept.append((x, y))
 
@@ -186,7 +186,7 @@ def small_graphs() -> dict[str, Callable[[], tuple[dict[Any, torch.cuda.CUDAGrap
         return graphs, tensors
 
     def filled() -> tuple[Any, Any]:
-        """The second graph reads memory of the capture pool that the engine fills, but no graph does."""
+        """The second graph reads memory of the capture pool that only the engine writes, no graph."""
         first, second = [torch.cuda.CUDAGraph(keep_graph=True) for _ in range(2)]
         with torch.cuda.graph(first):
             held = torch.empty_like(x)
@@ -269,8 +269,8 @@ def attach(folder: Path, steps: int) -> dict[str, Any]:
         graphs[lanes].replay()
         other.graphs[lanes].replay()
         pairs = [(graphs.tensors[f"logits/{lanes}"], other.logits[f"logits/{lanes}"]), (engine.tokens, other.tokens)]
-        for mine, theirs in pairs:
-            same &= (mine.view(torch.int16) == theirs.view(torch.int16)).all()
+        for attached_value, captured_value in pairs:
+            same &= (attached_value.view(torch.int16) == captured_value.view(torch.int16)).all()
     answer["same"] = bool(same) and all(
         torch.equal(tensor.view(torch.int16), other.tensors()[name].view(torch.int16)) for name, tensor in engine.tensors().items()
     )
@@ -308,7 +308,7 @@ def attach(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def attach_pools(folder: Path) -> bool:
-    """Tells whether graphs of two pools keep their outputs in separate memory."""
+    """Returns whether graphs of two pools keep their outputs in separate memory."""
     x = torch.arange(64, device="cuda", dtype=torch.float32)
     with cgbundle.attach(folder / "pools.cgb", {"x": x}) as graphs:
         for key in graphs:
@@ -321,7 +321,7 @@ def attach_pools(folder: Path) -> bool:
 
 
 def attach_early(folder: Path) -> list[int]:
-    """Returns the types of the edges between kernels, the second of which may start early; [] if the outputs differ."""
+    """Returns the types of the edges of graph "early", whose second kernel may start early; [] if the output is wrong."""
     from cgbundle.format.archive import Archive
     from cgbundle.tables.table import Table
 

@@ -2,8 +2,8 @@
 
 `python -m tests.gpu.helpers.names FOLDER`
 
-Prints "right" if it is the launched image; a lookup by name could not tell.  It runs in its own process, because CUPTI must
-subscribe before CUDA starts.
+Prints "right" if it is the launched image; a lookup by name could not tell them apart.  It runs in its own process, because CUPTI
+must subscribe before CUDA starts.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ INTERVAL = 0.1
 def run(command: Sequence[str]) -> tuple[int, float, int]:
     """Returns the exit status, the seconds, and the peak memory of the process tree in bytes.
 
-    Memory of files does not count. A process counts with its proportional share of anonymous and shared pages, if the kernel
-    reports it. Otherwise its anonymous pages count, or else its resident memory.
+    Mapped files do not count. A process counts with its proportional share of anonymous and shared pages, if the kernel reports it.
+    Otherwise its anonymous pages count, or else its resident memory.
     """
     begin, most = time.monotonic(), 0
     process = subprocess.Popen(command)
     while process.poll() is None:
-        most = max(most, sum(map(_held, _tree(process.pid))))
+        most = max(most, sum(map(_used_bytes, _tree(process.pid))))
         time.sleep(INTERVAL)
     return process.returncode, time.monotonic() - begin, most
 
@@ -39,7 +39,7 @@ def _tree(root: int) -> list[int]:
     return tree
 
 
-def _held(process: int) -> int:
+def _used_bytes(process: int) -> int:
     shares = re.findall(r"\nPss_(?:Anon|Shmem):\s+(\d+) kB", _read(Path(f"/proc/{process}/smaps_rollup")))
     if shares:
         return sum(map(int, shares)) * 1024

@@ -30,7 +30,7 @@ class Collective(NamedTuple):
 
 
 class Ranks:
-    """The first GPUs in torch's contexts. `limit`: nanoseconds that a kernel waits, 0 for no limit."""
+    """The first GPUs, one rank on each, in torch's contexts. `limit`: nanoseconds that a kernel waits, 0 for no limit."""
 
     def __init__(self, memory: ExchangeMemory, limit: int = 10**9) -> None:
         self.layout, self.world = memory, memory.world
@@ -61,12 +61,12 @@ class Ranks:
             self._current(rank)
             graph = check(driver.cuGraphCreate(0))
             before: list[Any] = []
-            for way, combine, inputs, outputs, stride, sender in collectives:
+            for launch, combine, inputs, outputs, stride, sender in collectives:
                 node = driver.CUDA_KERNEL_NODE_PARAMS()
-                node.func = check(driver.cuModuleGetFunction(self._modules[rank], symbol(way.way, combine).encode()))
-                node.gridDimX, node.gridDimY, node.gridDimZ = way.blocks, 1, 1
-                node.blockDimX, node.blockDimY, node.blockDimZ = way.threads, 1, 1
-                values = (inputs[rank], outputs[rank], *bases, stride, way.count, rank, 1 << sender if sender >= 0 else senders)
+                node.func = check(driver.cuModuleGetFunction(self._modules[rank], symbol(launch.way, combine).encode()))
+                node.gridDimX, node.gridDimY, node.gridDimZ = launch.blocks, 1, 1
+                node.blockDimX, node.blockDimY, node.blockDimZ = launch.threads, 1, 1
+                values = (inputs[rank], outputs[rank], *bases, stride, launch.count, rank, 1 << sender if sender >= 0 else senders)
                 node.kernelParams = (values, types)
                 before = [check(driver.cuGraphAddKernelNode(graph, before, len(before), node))]
             executables.append(check(driver.cuGraphInstantiate(graph, 0)))
@@ -95,7 +95,7 @@ class Ranks:
             torch.cuda.synchronize(rank)
 
     def status(self) -> list[int]:
-        """Returns, for every rank, 0 or 1 + the rank for which it timed out."""
+        """Returns for every rank 0, or 1 + the rank for which it waited until the time limit."""
         return [int(memory[STATUS : STATUS + 4].view(torch.int32).item()) for memory in self.memories]
 
     def _word(self, rank: int, at: int, value: int, dtype: torch.dtype) -> None:

@@ -26,7 +26,7 @@ from tests.helpers.census import count
 HERE = Path(__file__).parent
 
 RECORDED = ("mlp_small", "gpt_two", "lstm", "fft", "conv", "counting", "sorting")
-"""Cases that are recorded at every level."""
+"""Cases that are recorded with every lowering."""
 
 
 def export(name: str, device: str = "cpu") -> tuple[Programs, dict]:

@@ -1,7 +1,7 @@
 """Rebuilds recordings in a process without torch: `python replay.py PLAIN`, where recording.py wrote PLAIN.
 
 It checks the recorder without a bundle. Addresses differ from those of the recording. The arena and undefined bytes are filled with
-poison. Every key is replayed twice in changing order, and outputs must equal those of the recording process bit for bit.
+poison. All keys are replayed, then again in reverse order. Outputs must equal those of the recording process bit for bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records many cases, with a line about each: `python -m tests.gpu.helpers.survey OUT name:level ...` (needs a GPU).
+"""Records many cases and describes each: `python -m tests.gpu.helpers.survey OUT name:level ...` (needs a GPU).
 
 A line shows nodes and kinds, the classification of parameter words, tables, module state, arena, and the error against eager
 PyTorch. It also shows whether a new process without torch replayed it bit for bit. Cases run in child processes, `JOBS` at a time.
@@ -26,7 +26,7 @@ def survey(name: str, level: str, folder: Path) -> str:
         recorded, plain = record_case(name, folder, level, tell=lambda text: marks.append((time.perf_counter() - start, text)))
     except BuildError as error:
         return f"REFUSED {type(error).__name__}: {error} ({marks[-1:]})"
-    taken = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     lines = []
     for key, (graph,) in recorded.graphs.items():
         recording = graph.recording
@@ -45,7 +45,7 @@ def survey(name: str, level: str, folder: Path) -> str:
         )
     images = sum(map(len, recorded.images.values()))
     head = (
-        f"{taken:.1f} s, images {len(recorded.images)} ({images / 1e6:.2f} MB), weights {recorded.weights_bytes / 1e6:.1f} MB, "
+        f"{seconds:.1f} s, images {len(recorded.images)} ({images / 1e6:.2f} MB), weights {recorded.weights_bytes / 1e6:.1f} MB, "
         f"tables {[len(t.contents) for t in recorded.tables]}, state {[(s.symbol, len(s.relocations)) for s in recorded.states]}, "
         f"state {recorded.state_bytes} bytes"
     )
@@ -63,14 +63,14 @@ def main(arguments: list[str]) -> None:
         print(survey(name, level, out / f"{name}-{level}"))
         return
 
-    def one(case: str) -> None:
+    def run_case(case: str) -> None:
         command = [sys.executable, "-m", "tests.gpu.helpers.survey", str(out), case]
         done = subprocess.run(command, capture_output=True, text=True)
         text = done.stdout.strip() or f"FAILED: {done.stderr.strip()[-1500:]}"
         print(f"{case}: {text}", flush=True)
 
     with ThreadPoolExecutor(int(os.environ.get("JOBS", "6"))) as pool:
-        list(pool.map(one, arguments[1:]))
+        list(pool.map(run_case, arguments[1:]))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ WAYS = 3
 
 def switching(image: str) -> Recording:
     """Returns a recording with a switch: the result is 10 + flag, or 9 if the switch has no body for the flag."""
-    bodies = [[fill(RESULT, 10 + way)] for way in range(WAYS)]
+    bodies = [[fill(RESULT, 10 + number)] for number in range(WAYS)]
     outer_nodes = [fill(RESULT, 9), setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(WAYS)))]
     return chained(image, [outer_nodes, *bodies])
 
@@ -97,11 +97,11 @@ def several(image: str, ways: int, *, nested: bool) -> Recording:
     flag. With `nested` the bodies are nested branches, which read the bytes of the choices."""
     if not nested:
         outer_nodes = [setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(ways)))]
-        return chained(image, [outer_nodes, *[[fill(RESULT, 10 + way)] for way in range(ways)]])
+        return chained(image, [outer_nodes, *[[fill(RESULT, 10 + number)] for number in range(ways)]])
     graphs: list[list[Node]] = []
-    for way in range(ways - 1):
-        node = ConditionalNode(type="if", bodies=(2 * way, 2 * way + 1))
-        graphs += [[setter(way, CHOICES + way), node], [fill(RESULT, 10 + way)]]
+    for number in range(ways - 1):
+        node = ConditionalNode(type="if", bodies=(2 * number, 2 * number + 1))
+        graphs += [[setter(number, CHOICES + number), node], [fill(RESULT, 10 + number)]]
     return chained(image, [*graphs, [fill(RESULT, 9 + ways)]])
 
 

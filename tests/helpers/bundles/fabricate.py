@@ -195,7 +195,7 @@ def _offsets(value: Value) -> list[int]:
     return [sum(index * stride for index, stride in zip(place, value.strides, strict=True)) for place in places]
 
 
-# --- a manifest's bytes, written after FORMAT.md, not with manifest_json.py ------------------------------------
+# --- the bytes of a manifest, as FORMAT.md describes them, without manifest_json.py ----------------------------
 
 
 def seal_plain(plain: dict[str, Any]) -> bytes:

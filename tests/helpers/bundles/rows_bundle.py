@@ -1,7 +1,7 @@
 """The bundle of `state_bundles`, with state whose number of rows is chosen at load time.
 
-No node uses `lines`, uint8 (rows, 8). `total`, float32 (rows, 4), lies behind it. A call adds the first row of x to the first four
-rows of `total`, which start as zeros. `number` holds the number of rows. No output shares memory with this state.
+State `lines`, uint8 (rows, 8), is used by no node. State `total`, float32 (rows, 4), follows it in memory and starts as zeros. A
+call adds the first row of x to its first four rows. `number` holds the number of rows. No output shares memory with this state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds that many test files use. They are made once per test run, even if the tests run in several processes."""
+"""Builds that many test files use. Each runs once per test run, even if the tests run in several processes."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ def _shapes(batch: Any) -> list[tuple[Any, ...]]:
 def _program(program: Any) -> Any:
     (key,) = program.key
     places = [("state", TOTAL), ("arena", OUTPUT), ("inputs", 0), ("inputs", 16), ("weights", 256)]
-    looks = [
+    aliases = [
         value(memory, offset, shape, (1,) if len(shape) == 1 else (FLOATS, 1))
         for (memory, offset), shape in zip(places, _shapes(key)[1:], strict=True)
     ]
-    return replace(program, values=(*program.values, *looks), outputs=(2, *range(3, 3 + len(looks))))
+    return replace(program, values=(*program.values, *aliases), outputs=(2, *range(3, 3 + len(aliases))))

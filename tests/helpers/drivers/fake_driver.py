@@ -58,7 +58,7 @@ class FakeDriver:
         self.pinned: dict[int, int] = {}  # size in bytes by address of host memory
         self.capturing: set[int] = set()  # streams
         self.captured: list[Callable[[], object]] = []  # work enqueued on captured streams
-        self.captures: dict[int, int] = {}  # streams and the graphs that their captures write to
+        self.captures: dict[int, int] = {}  # the graph that a capture writes to, by stream
         self.conditions: dict[int, int] = {}  # value by conditional handle
         self.disabled: set[tuple[int, int]] = set()  # nodes of executable graphs
         self.refused: set[int] = set()  # addresses that cuGraphExecMemcpyNodeSetParams rejects
@@ -87,9 +87,9 @@ class FakeDriver:
         call.__name__ = name
         return call
 
-    def _make(self, thing: Any) -> Handle:
+    def _make(self, item: Any) -> Handle:
         handle = Handle(next(self._numbers))
-        self.live[handle] = thing
+        self.live[handle] = item
         return handle
 
     def _drop(self, handle: int) -> None:
@@ -198,12 +198,12 @@ class FakeDriver:
         self._enqueue(stream, lambda: ctypes.memmove(address, data, len(data)))
 
     def on_device(self, address: int) -> bool:
-        """Tells whether an address lies in allocated GPU memory."""
+        """Returns whether an address is in allocated GPU memory."""
         places = [(start, len(item)) for start, item in self.live.items() if isinstance(item, ctypes.Array)]
         return any(start <= address < start + size for start, size in places if start not in self.pinned)
 
     def is_pinned(self, address: int) -> bool:
-        """Tells whether an address lies in pinned host memory."""
+        """Returns whether an address is in pinned host memory."""
         return any(start <= address < start + size for start, size in self.pinned.items())
 
     def do_cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[int, int]:
@@ -329,37 +329,37 @@ class FakeDriver:
         return self._make(SimpleNamespace(nodes=[], edges=[], bodies=[]))
 
     def do_cuGraphDestroy(self, graph: int) -> None:
-        for body in self._drawn(graph).bodies:
+        for body in self._contents(graph).bodies:
             self.do_cuGraphDestroy(body)
         self._drop(graph)
 
-    def _drawn(self, graph: int) -> Any:
+    def _contents(self, graph: int) -> Any:
         return self.live[int(graph)]
 
     def _node(self, graph: int, run: Any) -> Any:
         node = SimpleNamespace(run=run, attributes={}, graph=int(graph))
-        self._drawn(graph).nodes.append(node)
+        self._contents(graph).nodes.append(node)
         return node
 
     def do_cuGraphClone(self, graph: int) -> Handle:
-        drawn = self._drawn(graph)
-        assert not drawn.bodies
+        contents = self._contents(graph)
+        assert not contents.bodies
         clone = self._make(SimpleNamespace(nodes=[], edges=[], bodies=[]))
         copies = {}
-        for node in drawn.nodes:
+        for node in contents.nodes:
             copies[id(node)] = node_copy = self._node(clone, node.run)
             node_copy.origin = node
-        self._drawn(clone).edges += [(copies[id(source)], copies[id(target)]) for source, target in drawn.edges]
+        self._contents(clone).edges += [(copies[id(source)], copies[id(target)]) for source, target in contents.edges]
         return clone
 
     def do_cuGraphNodeFindInClone(self, node: Any, clone: int) -> Any:
-        (node_copy,) = [candidate for candidate in self._drawn(clone).nodes if candidate.origin is node]
+        (node_copy,) = [candidate for candidate in self._contents(clone).nodes if candidate.origin is node]
         return node_copy
 
     def do_cuGraphDestroyNode(self, node: Any) -> None:
-        drawn = self._drawn(node.graph)
-        drawn.nodes = [other for other in drawn.nodes if other is not node]
-        drawn.edges = [ends for ends in drawn.edges if not any(end is node for end in ends)]
+        contents = self._contents(node.graph)
+        contents.nodes = [other for other in contents.nodes if other is not node]
+        contents.edges = [ends for ends in contents.edges if not any(end is node for end in ends)]
 
     # --- conditional nodes ------------------------------------------------------------------------------------
 
@@ -375,18 +375,18 @@ class FakeDriver:
         bodies = [self.do_cuGraphCreate(0) for _ in range(node_params.size)]
         node_params.phGraph_out = (ctypes.c_uint64 * node_params.size)(*bodies)
         handle, kind = node_params.handle, node_params.type
-        drawn = [self._drawn(body) for body in bodies]
-        self._drawn(graph).bodies += bodies
+        contents = [self._contents(body) for body in bodies]
+        self._contents(graph).bodies += bodies
 
         def body(number: int) -> None:
-            for run in self._runs(drawn[number]):
+            for run in self._runs(contents[number]):
                 run()
 
         def run() -> None:
             while kind == 1 and self.conditions[handle]:
                 body(0)
             chosen = self.conditions[handle] if kind == 2 else int(not self.conditions[handle])
-            if kind != 1 and chosen < len(drawn):
+            if kind != 1 and chosen < len(contents):
                 body(chosen)
 
         return self._node(graph, run)
@@ -411,27 +411,27 @@ class FakeDriver:
         node.attributes[attribute] = bytes(value)
 
     def do_cuGraphAddDependencies(self, graph: int, sources: Any, targets: Any, data: Any) -> None:
-        assert all(node in self._drawn(graph).nodes for node in (*sources, *targets)), "an edge between two graphs"
+        assert all(node in self._contents(graph).nodes for node in (*sources, *targets)), "an edge between two graphs"
         assert len({bytes(item) for item in data or ()}) < 2, "the driver takes the data of the first edge for all"
-        self._drawn(graph).edges += zip(sources, targets, strict=True)
+        self._contents(graph).edges += zip(sources, targets, strict=True)
 
     def _in_order(self, graph: int) -> list[Callable[[], object]]:
-        return self._runs(self._drawn(graph))
+        return self._runs(self._contents(graph))
 
-    def _runs(self, drawn: Any) -> list[Callable[[], object]]:
-        return [node.run for node in self._nodes(drawn)]
+    def _runs(self, contents: Any) -> list[Callable[[], object]]:
+        return [node.run for node in self._nodes(contents)]
 
     @staticmethod
-    def _nodes(drawn: Any) -> list[Any]:
-        pending, done = list(drawn.nodes), []
-        while pending:  # take the last node that may run, so that only edges can explain the order
-            ready = [n for n in pending if not any(target is n and source in pending for source, target in drawn.edges)]
+    def _nodes(contents: Any) -> list[Any]:
+        pending, done = list(contents.nodes), []
+        while pending:  # run the last node that may run: a missing edge must change the order
+            ready = [n for n in pending if not any(target is n and source in pending for source, target in contents.edges)]
             done.append(ready[-1])
             pending.remove(ready[-1])
         return done
 
     def do_cuGraphInstantiate(self, graph: int, flags: int) -> Handle:
-        return self._make([(node, node.run) for node in self._nodes(self._drawn(graph))])
+        return self._make([(node, node.run) for node in self._nodes(self._contents(graph))])
 
     def do_cuGraphExecKernelNodeSetParams(self, executable: int, node: Any, params: Any) -> None:
         runs = self.live[executable]
@@ -454,8 +454,8 @@ class FakeDriver:
     def do_cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
         if int(stream) in self.captures:
             graph = self.captures[int(stream)]
-            drawn = self._drawn(graph)
-            last = [node for node in drawn.nodes if not any(source is node for source, _ in drawn.edges)]
+            contents = self._contents(graph)
+            last = [node for node in contents.nodes if not any(source is node for source, _ in contents.edges)]
             return 0, graph, last
         assert int(stream) in self.capturing
         return 0, stream, []

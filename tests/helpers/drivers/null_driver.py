@@ -47,7 +47,6 @@ class NullDriver:
 
 
 def main(path: str) -> None:
-    """Prints the imported modules."""
     import cgbundle
     from cgbundle.cuda import libcuda
 

@@ -1,7 +1,7 @@
 """An interpreter of the PTX that the kernels of collectives use: several GPUs with weak memory order, run on the CPU.
 
-A random generator chooses which thread runs its next instructions. A block's own threads see its stores at once. Other threads see
-them later, in any order, except that stores to the same bytes keep theirs. A vector store of 16 bytes arrives in two halves. A
+A random generator chooses which thread runs its next instructions. The threads of a block see its stores at once. Other threads see
+them later, in any order, except that stores to the same bytes keep their order. A vector store of 16 bytes arrives in two halves. A
 fence, and the end of a block, publish all earlier stores of the block. Loads are never reordered.
 """
 

@@ -39,10 +39,10 @@ class RanksDriver(FakeDriver):
     # --- streams ----------------------------------------------------------------------------------------------
 
     def _queue(self, stream: Any, work: Work) -> None:
-        self.queues.setdefault(self._own(stream), deque()).append(work)
+        self.queues.setdefault(self._stream_key(stream), deque()).append(work)
 
-    def _own(self, stream: Any) -> int:
-        """Returns a stream's handle. A default stream, which every device has, is combined with its context."""
+    def _stream_key(self, stream: Any) -> int:
+        """Returns the key of a stream: its handle. For a default stream, the context is added, because every device has one."""
         return int(stream or 0) + (0 if int(stream or 0) > 2 else int(self._current.stack[-1]) << 32)
 
     def do_cuDevicePrimaryCtxRetain(self, device: int) -> Handle:
@@ -53,7 +53,7 @@ class RanksDriver(FakeDriver):
         self._queue(stream, lambda: run() is None or True)
 
     def do_cuStreamSynchronize(self, stream: int) -> None:
-        stream_key = self._own(stream)
+        stream_key = self._stream_key(stream)
         self._drain(lambda: not self.queues.get(stream_key))
 
     def settle(self) -> None:

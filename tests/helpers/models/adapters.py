@@ -20,8 +20,8 @@ def write_adapter(
     folder: Path, network: nn.Module, rank: int, seed: int, targets: tuple[str, ...] = (), dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:  # fmt: skip
-    """Writes an adapter. `targets` are the last names of the layers; () means all linear layers except the head. `config` extends
-    the configuration. The factors are large enough to change the generated texts."""
+    """Writes an adapter. `targets` are the last parts of the layers' paths; () means all linear layers except the head. `config`
+    extends the configuration. The factors are large enough to change the generated texts."""
     generator, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for path, layer in network.named_modules():
         name = path.rpartition(".")[2]

@@ -19,7 +19,7 @@ FAMILIES = (
 
 
 PAGES, SLOTS, TURNS = 65, 9, 32
-"""Pages and slots of the models here, including the null page and slot 0; tokens that a loop generates."""
+"""Pages and slots of the models here, including the unused page 0 and slot 0; tokens that a loop generates."""
 
 
 def causal_model(name: str, turns: int = TURNS) -> CausalLM:
@@ -48,8 +48,8 @@ def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list
 
 
 class Engine:
-    """Runs requests over the entries of a model or a bundle, in `lanes` lanes. It assigns pages and slots and takes them back. With
-    `adapters`, lanes pass an adapter index."""
+    """Runs requests over the entries of a model or a bundle, `lanes` of them per call. It assigns pages and slots and takes them
+    back. With `adapters`, lanes pass an adapter index."""
 
     def __init__(self, entries: Any, lanes: int = 4, blocks: int = 12, chunk: int = 16, *, adapters: bool = False) -> None:
         self.entries, self.lanes, self.blocks, self.chunk, self.adapters = entries, lanes, blocks, chunk, adapters

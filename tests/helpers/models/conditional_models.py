@@ -160,16 +160,16 @@ class Chosen(nn.Module):
             (3, lambda v, s: v.exp()),
         ]
 
-        def way(i: Tensor, v: Tensor, s: Tensor, number: int = 0) -> Tensor:
+        def select(i: Tensor, v: Tensor, s: Tensor, number: int = 0) -> Tensor:
             if number == len(cases):
                 return v + s * 2
             case, chosen = cases[number]
-            return torch.cond(i == case, lambda i, v, s: chosen(v, s), lambda i, v, s: way(i, v, s, number + 1), (i, v, s))
+            return torch.cond(i == case, lambda i, v, s: chosen(v, s), lambda i, v, s: select(i, v, s, number + 1), (i, v, s))
 
         number = (x[0, 0] * 10).to(torch.int64)
-        y = way(number, x, x.mean())
+        y = select(number, x, x.mean())
         start = torch.zeros((), dtype=torch.int64, device=x.device)
-        return torch.while_loop(lambda i, v: i < 9, lambda i, v: (i + 1, way(i, v, v.mean())), (start, y))
+        return torch.while_loop(lambda i, v: i < 9, lambda i, v: (i + 1, select(i, v, v.mean())), (start, y))
 
 
 class Drawing(nn.Module):
@@ -208,7 +208,7 @@ class Guarded(nn.Module):
 
 
 class Keeping(nn.Module):
-    """State that is written before, between and after branches, a view of it as operand of a branch, and a mutated input."""
+    """State that is written before, between and after branches, a view of it as an operand of a branch, and a mutated input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,9 +234,9 @@ def chosen_inputs() -> list[Tensor]:
     return inputs
 
 
-def _random(rows: int, columns: int, ways: tuple[tuple[float, float], ...]) -> list[Tensor]:
+def _random(rows: int, columns: int, cases: tuple[tuple[float, float], ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(4)
-    return [torch.randn(rows, columns, generator=generator) * scale + shift for scale, shift in ways]
+    return [torch.randn(rows, columns, generator=generator) * scale + shift for scale, shift in cases]
 
 
 def nested_inputs() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Models whose Python code reads tensor values, and whose outputs have a number of rows that depends on data."""
+"""Models of `x` [n, 4] whose Python code reads tensor values, and whose outputs have a number of rows that depends on data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ class Detector(nn.Module):
     """Returns constant, empty outputs early if nothing is selected; also returns a sum over the selected rows."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`x` [n, 4]."""
         scores = x[:, 0].sigmoid()
         kept = x[scores > 0.6]
         if kept.shape[0] == 0:
@@ -23,7 +22,6 @@ class Two(nn.Module):
     """Branches that select by different masks and then join."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [n, 4]."""
         kept = x[x[:, 0] > 0] if x.sum() > 0 else x[x[:, 1] < 0.5]
         if x[0, 0] > 0:
             kept = kept + 1
@@ -34,7 +32,6 @@ class Measured(nn.Module):
     """Uses `len()` and `repeat()` on selected rows."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [n, 4]."""
         kept = x[x[:, 0] > 0]
         if len(kept) > 1:
             kept = kept[:5]
@@ -52,7 +49,6 @@ class Halves(nn.Module):
             self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [n, 4]."""
         rows, columns = torch.where(x > 0.5)
         if rows.shape[0] == 0:
             return torch.empty(0, 4), torch.empty(0)
@@ -64,7 +60,6 @@ class Sliced(nn.Module):
     """Slices a selection to the size of a selection from it. One mask is computed twice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [n, 4]."""
         kept = x[x[:, 0] > 0]
         some, same = kept[kept[:, 1] > 0], kept[kept[:, 1] > 0]
         if x.sum() > 0:
@@ -76,7 +71,6 @@ class Swapped(nn.Module):
     """Branches that make the same two selections in a different order: torch gives their sizes the same names."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [n, 4]."""
         first, second = x[:, 0] > 0, x[:, 1] > 0
         if x.sum() > 0:
             kept = x[first.clone()]
@@ -93,7 +87,6 @@ class SwappedNumbers(nn.Module):
     """A model like `Swapped`, of which only the number of rows is used."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [n, 4]."""
         first, second = x[:, 0] > 0, x[:, 1] > 0
         if x.sum() > 0:
             rows = x[first.clone()].shape[0]
@@ -111,7 +104,6 @@ class Whole(nn.Module):
     """One branch returns all rows, the other one the rows that a mask selects; one output is bool."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [n, 4]."""
         if x[0, 0] > 0:
             return x * 2, x[:, 0] > 1
         kept = x[x[:, 1] > 0]
@@ -122,7 +114,6 @@ class Shrinking(nn.Module):
     """Selects rows repeatedly until no row is left."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [n, 4]."""
         kept = x
         for _ in range(3):
             if kept.shape[0] == 0:
@@ -135,7 +126,6 @@ class Products(nn.Module):
     """An output with two data-dependent axes."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [n, 4]."""
         kept = x[x[:, 0] > 0]
         if len(kept) < 2:
             return torch.zeros(0, 0), kept
@@ -146,7 +136,6 @@ class Twice(nn.Module):
     """Several selections, each after a branch."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`x` [n, 4]."""
         one = x[x[:, 0] > 0] * 2 if x.sum() > 0 else torch.empty(0, 4)
         other = x[x[:, 1] > 0] if x[0, 0] > 0 else x[x[:, 2] > 0]
         return one, other, torch.cat([one, other])
@@ -156,7 +145,6 @@ class Unasked(nn.Module):
     """Uses `len()` of a selection without a branch."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [n, 4]."""
         kept = x[x[:, 0] > 0]
         return kept * 2, x / (len(kept) + 1)
 
@@ -165,7 +153,6 @@ class Sums(nn.Module):
     """`einsum` over a data-dependent axis, which is kept or summed."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [n, 4]."""
         kept = x[x[:, 0] > 0]
         if kept.shape[0] > 1:
             kept = torch.einsum("nk,kd->nd", torch.einsum("nd,kd->nk", kept, kept + 1), kept)
@@ -176,7 +163,6 @@ class Strongest(nn.Module):
     """The three largest selected values, in their original order, if more are selected; NaN counts as the largest."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [n, 4]."""
         mask = x > 0
         scores, places = x[mask], mask.nonzero()
         if scores.numel() > 3:
@@ -187,10 +173,9 @@ class Strongest(nn.Module):
 
 
 class Groups(nn.Module):
-    """Python computes the number of groups from the size: one program per size, with all paths."""
+    """Python computes the number of groups from the size, so every size has its own program, with all paths."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [n, 4]."""
         groups = []
         for group in range(x.shape[0] // 3):
             rows = x[3 * group : 3 * group + 3]
@@ -203,7 +188,6 @@ class Flipped(nn.Module):
     """Reverses the selected rows: the new position of a row depends on their number."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [n, 4]."""
         kept = x[x[:, 0] > 0]
         return kept if len(kept) < 2 else kept.flip(0)
 
@@ -212,7 +196,6 @@ class Ambiguous(nn.Module):
     """A reshape that PyTorch rejects for an empty selection, after two branches have joined."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [n, 4]."""
         kept = x[x[:, 0] > 0]
         rows = kept.shape[0]
         if rows > 0:
@@ -226,7 +209,6 @@ class Sized(nn.Module):
     """A computed number is the size of a tensor, after a branch that is traced."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [n, 4]."""
         if x.sum() > 0:
             x = x + 1
         count = int((x > 0).sum())
@@ -237,7 +219,6 @@ class Suppressing(nn.Module):
     """Non-maximum suppression of boxes in a Python loop."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [n, 4]."""
         order, kept = x[:, 0].argsort(descending=True), []
         while order.shape[0] > 0:
             kept.append(order[0])
@@ -250,5 +231,4 @@ class Constant(nn.Module):
     """One branch returns more rows than any selection can have."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [n, 4]."""
         return torch.zeros(20, 4) if x.sum() > 0 else x[x[:, 0] > 0]

@@ -1,4 +1,4 @@
-"""A cache with a variable number of rows that a Triton kernel reads. With `sized`, Python passes that number to the kernel."""
+"""A cache with a variable number of rows, which a Triton kernel reads. With `sized`, Python passes the last row to the kernel."""
 
 from __future__ import annotations
 

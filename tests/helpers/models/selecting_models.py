@@ -1,4 +1,4 @@
-"""Models that select rows inside a Python branch, compute with them, and write them back."""
+"""Models that select rows inside a Python branch, compute with them, and write them back. They take `x` [n, 4]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ class Spline(nn.Module):
     """Applies a function to values inside an interval and keeps the others, as spline flows do."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x` [n, 4]."""
         y, slope = x.clone(), torch.zeros_like(x)
         inside = (x > -1) & (x < 1)
         if torch.any(inside):
@@ -44,7 +43,6 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [n, 4]."""
         weights = self.gate(x).softmax(-1)
         best, out = weights.argmax(-1), torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
@@ -58,7 +56,6 @@ class Assigned(Experts):
     """A model like `Experts`, with index assignments and an early `continue`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [n, 4]."""
         best, out = self.gate(x).argmax(-1), torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             (rows,) = torch.where(best == number)
@@ -72,7 +69,6 @@ class Summed(nn.Module):
     """Sums, means and extremes of the selected rows, if there are at least two."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [n, 4]."""
         chosen = x[x[:, 0] > 0]
         if chosen.size(0) > 1:
             x = x + chosen.mean(0) + chosen.max() - chosen.sum() + chosen.mean() + chosen.min()
@@ -83,7 +79,6 @@ class Mixed(nn.Module):
     """Normalizes the selected rows among themselves: they mix with each other, but must not mix with the other rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [n, 4]."""
         mask = x[:, 1] > 0
         if mask.any():
             chosen = x[mask]
@@ -97,7 +92,6 @@ class Shifted(nn.Module):
     """Writes the rows of one mask to the rows of another mask with the same count. The build cannot prove that the counts match."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [n, 4]."""
         mask = x[:, 1] > 0
         if mask.any():
             y, other = x.clone(), mask.flip(0)
@@ -120,7 +114,6 @@ class Remembers(nn.Module):
         self.kept = Kept()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [n, 4]."""
         self.kept.last = x * 2
         if x.sum() > 0:
             return self.kept.last + 1
@@ -131,7 +124,6 @@ class Put(nn.Module):
     """Writes to data-dependent rows; there may be none."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [n, 4]."""
         if x.sum() > -1e9:
             rows, y = (x[:, 0] > 0).nonzero()[:, 0], x.clone()
             y[rows + (x[0, 1] > 0).long()] = x[rows] * 2 + 1
@@ -143,7 +135,6 @@ class Added(nn.Module):
     """Adds to data-dependent rows; a negative index is rejected here."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [n, 4]."""
         if x.sum() > -1e9:
             rows = (x[:, 0] > 0).nonzero()[:, 0]
             return x.index_add(0, rows - (x[0, 1] > 0).long(), x[rows])

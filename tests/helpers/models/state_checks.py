@@ -94,13 +94,13 @@ def check_a_buffer_that_is_handed_out_is_live(path: Path, device: str) -> None:
             program(x), network(x)
         assert torch.equal(got, want) and want.item() == 5
         got.fill_(0), want.fill_(0)
-        for mine, theirs in zip(program(x), network(x), strict=True):
-            near(mine, theirs)
+        for actual, expected in zip(program(x), network(x), strict=True):
+            near(actual, expected)
         assert program.state["place"].tolist() == [1]
 
 
 def check_looks(path: Path, device: str) -> None:
-    """Checks that exactly those outputs share memory that share it in eager PyTorch."""
+    """Checks that the same outputs share memory as in eager PyTorch."""
     network = looks().to(device)
     with cgbundle.load(path) as program, torch.no_grad():
         assert {alias.output for alias in program.manifest.entries[0].aliases} == {1, 2, 3, 4, 5, 6}
@@ -181,10 +181,10 @@ def check_between(path: Path, device: str, mode: str = "graph", outputs: str = "
             alone = copy.deepcopy(network) if session is program else Between().to(device)
             for round_ in range(rounds):
                 inputs = draw(between, SIZES[round_ % 2], round_, device)
-                mine, theirs = ([tensor.clone() for tensor in inputs] for _ in range(2))
-                for got, want in zip(session(*mine), alone(*theirs), strict=True):
+                bundle_inputs, eager_inputs = ([tensor.clone() for tensor in inputs] for _ in range(2))
+                for got, want in zip(session(*bundle_inputs), alone(*eager_inputs), strict=True):
                     near(got, want)
-                for got, want in zip(mine, theirs, strict=True):
+                for got, want in zip(bundle_inputs, eager_inputs, strict=True):
                     near(got, want)
                 state_near(session, alone)
         program.reset()
@@ -198,12 +198,12 @@ def check_between(path: Path, device: str, mode: str = "graph", outputs: str = "
 
 CALLS = 5_000
 MOMENTS = ((0.5, 1 / 12), (0.0, 1.0), (1.0, 1 / 3), (0.3, 0.21))
-"""Mean and variance of uniform numbers, normal ones, ones under dropout of 0.25 scaled by 1 / 0.75, and Bernoulli's at 0.3."""
+"""Mean and variance of four distributions: uniform, normal, dropout of 0.25 on the number 1, and Bernoulli at 0.3."""
 
 
 def check_random(path: Path, device: str) -> None:
-    """Checks torch.rand and similar operators under CUDA graphs: mean and variance over 5,000 calls, no repeated call. A seed must
-    repeat the numbers, and sessions must differ. PyTorch registers a generator; a bundle counts its calls."""
+    """Checks torch.rand and similar operators: mean and variance over 5,000 calls, and that no call repeats another. A seed must
+    repeat the numbers, and sessions must differ. PyTorch registers a generator with a graph; a bundle counts its calls."""
     x = draw(singles, 4, 0, device)[0]
     with cgbundle.load(path) as program:
         assert list(program.state) == ["calls"], "the state of the random numbers is nobody's buffer"

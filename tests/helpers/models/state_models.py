@@ -129,7 +129,6 @@ def running() -> Running:
 
 
 def looks() -> Looks:
-    """Returns the model in eval mode."""
     return Looks().eval()
 
 

@@ -202,8 +202,8 @@ def main() -> int:
         print(f"{name}: {version(name) if find_spec(package) else 'not installed'}")
     wrong = not torch.returncode
     for model, asks in ASKS.items():
-        there = [ask for package, ask in asks if find_spec(package)]
-        if not there or (model == "smol" and "language" not in expected):
+        runnable = [ask for package, ask in asks if find_spec(package)]
+        if not runnable or (model == "smol" and "language" not in expected):
             continue
         command = [options.serve, "serve", str(options.folder / f"{model}.cgb")]
         if model == "smol":
@@ -211,7 +211,7 @@ def main() -> int:
             command = [options.serve, "serve", language["bundle"], "--tokenizer", language["tokenizer"], "--name", "smol"]
         with serving(command) as server:
             print(f"{model}: serves after {server.seconds:.2f} s", flush=True)
-            for ask in there:
+            for ask in runnable:
                 for line in ask(server, expected):
                     print(f"  {line.client}: {line.model}: {line.said}{'' if line.right else '  WRONG'}", flush=True)
                     wrong = wrong or not line.right
