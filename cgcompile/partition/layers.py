@@ -71,6 +71,7 @@ def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
     parts = [part for part in cut if part] or [[]]
     if len(parts) == 1:
         return parts
+    parts = _with_elements(parts)
     indices = _indices(nodes)
     return [_with_indices(part, nodes, indices) for part in parts]
 
@@ -142,6 +143,19 @@ def _name(node: Node) -> str:
     target = node.target
     known = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
     return target._schema.name.removeprefix("aten::") if known else ""
+
+
+def _with_elements(parts: Sequence[Sequence[Node]]) -> list[list[Node]]:
+    """Returns the parts, in which every element of a tuple follows in the part of the tuple: only tensors and numbers can cross."""
+    numbers = {node: number for number, part in enumerate(parts) for node in part}
+    for part in parts:
+        for node in part:
+            if node.target is operator.getitem:
+                numbers[node] = numbers.get(node.args[0], numbers[node])
+    moved: list[list[Node]] = [[] for _ in parts]
+    for node, number in numbers.items():
+        moved[number].append(node)
+    return [part for part in moved if part]
 
 
 def _with_indices(part: Sequence[Node], nodes: Sequence[Node], indices: set[Node]) -> list[Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
 
 import pytest
@@ -96,6 +97,36 @@ def test_layers_are_cut_where_no_kernel_is() -> None:
         assert [node for piece in cut for node in piece] == nodes and len(cut) == MANY + 1
         (names,) = {tuple([str(node.target).split(".")[1] for node in piece]) for piece in cut[1:-1]}
         assert together in [list(pair) for pair in pairwise(names)]
+
+
+@torch.library.custom_op("cgcompile_test_layers::mix", mutates_args=())
+def mix(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Replaces attention that has its own kernel and also returns the sums of its weights."""
+    return query + key, query.sum(1)
+
+
+@mix.register_fake
+def _(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(len(query))
+
+
+class Pair(nn.Module):
+    """A layer with an operator that returns a tuple, after which a cut is cheapest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, _ = torch.ops.cgcompile_test_layers.mix(x.sin(), x.cos())
+        return mixed.cos()
+
+
+def test_no_tuple_crosses_a_cut() -> None:
+    nodes = [node for node in graph(Around([Pair() for _ in range(MANY)])).graph.nodes if node.op == "call_function"]
+    cut = pieces(nodes)
+    assert len(cut) > MANY and sorted(node.name for part in cut for node in part) == sorted(node.name for node in nodes)
+    elements = [node for node in nodes if node.target is operator.getitem]
+    assert elements
+    for node in elements:
+        (part,) = [part for part in cut if node in part]
+        assert node.args[0] in part[: part.index(node)]
 
 
 def test_a_cut_between_operations_of_one_kernel_costs_more_than_any_number_of_values() -> None:
