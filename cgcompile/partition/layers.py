@@ -41,11 +41,8 @@ PRODUCTS = (
 RESHAPES = ("flatten", "reshape", "unflatten", "_unsafe_view")
 """Operators that usually return a view."""
 
-INDEXING = (
-    "embedding", "gather", "index", "index_add", "index_copy", "index_put", "index_select", "scatter", "scatter_add",
-    "_unsafe_index",
-)  # fmt: skip
-"""Operations that read or write at indices."""
+INDEXING = ("embedding", "gather", "index", "put", "scatter", "take", "unpool")
+"""Parts of the names of operators that read or write at indices."""
 
 FEW = 1 << 16
 """The largest number of elements of an index tensor that every layer computes again."""
@@ -160,7 +157,7 @@ def _with_elements(parts: Sequence[Sequence[Node]]) -> list[list[Node]]:
 
 def _with_indices(part: Sequence[Node], nodes: Sequence[Node], indices: set[Node]) -> list[Node]:
     """Returns the operations of the part and those of `nodes` that compute its indices, in order."""
-    members, waiting = set(part), [node for node in part if _name(node).rstrip("_") in INDEXING]
+    members, waiting = set(part), [node for node in part if any(word in _name(node) for word in INDEXING)]
     while waiting:
         new = indices.intersection(waiting.pop().all_input_nodes) - members
         members |= new
