@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .assemble import AssembledEngine
     from .engine_take import EngineTake
-    from .verify import Here
+    from .regions import Here
 
 SUFFIX = ".recording"
 """Appended to the bundle's name for the first process's recording."""
@@ -67,8 +67,9 @@ def save_graphs(
       replays the bundle over the same memory at other addresses.  All replays must leave the same bits in the tensors.  The
       tensors' values are restored afterwards.  `attach` needs unverified=True for a bundle that was saved with verify=False.
     - `returns`: for every graph's key, the names of the outputs that it returns.  A replay is verified by these outputs and by
-      the tensors that no capture allocated.  Without `returns`, all outputs are compared after every replay.  Then verification
-      fails if a graph's scratch memory, whose bits differ in every replay, is also the memory of another graph's outputs.
+      the tensors that no capture allocated.  A returned output that the graph does not write is not compared: the engine writes
+      it later.  Without `returns`, all outputs are compared after every replay.  Then verification fails if a graph's scratch
+      memory, whose bits differ in every replay, is also the memory of another graph's outputs.
     - `prepare`: called with a graph's key before each of these replays, to write inputs into `tensors`.  Without it, a graph reads
       the values that the previous graphs wrote.  If a kernel increments a counter in a tensor, `prepare` must reset the counter.
 
@@ -205,7 +206,7 @@ def _engine(keys: Sequence[Key], assembled: AssembledEngine) -> Engine:
 
 def _here(mine: EngineTake, engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Here:
     """Returns the addresses in this process of the bundle's spans, of its arena tensors and of the graphs' private pools."""
-    from .verify import Here
+    from .regions import Here
 
     starts = {memory_range.offset: memory_range for memory_range in mine.take.ranges if memory_range.kind == "inputs"}
     spans = [starts[row.offset].start for row in engine.spans]

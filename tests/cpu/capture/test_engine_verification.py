@@ -16,9 +16,11 @@ torch = pytest.importorskip("torch")
 
 from cgbundle.gpu.engine_replay import POISON  # noqa: E402
 from cgcompile.capture.engine import digests as digests_module  # noqa: E402
+from cgcompile.capture.engine import regions as regions_module  # noqa: E402
 from cgcompile.capture.engine import verify as verify_module  # noqa: E402
 from cgcompile.capture.engine.digests import CHUNK, digests, digests_of  # noqa: E402
-from cgcompile.capture.engine.verify import Here, verify  # noqa: E402
+from cgcompile.capture.engine.regions import Here  # noqa: E402
+from cgcompile.capture.engine.verify import verify  # noqa: E402
 from tests.helpers.bundles import engine_bundle  # noqa: E402
 from tests.helpers.bundles.cuda_bundles import FLOATS  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402
@@ -75,10 +77,10 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append(plan | {"held": Path(plan["file"]).read_bytes()})
         return {"differs": "", "torch_imported": False}
 
-    for module in (verify_module, digests_module):
+    for module in (verify_module, regions_module, digests_module):
         monkeypatch.setattr(module, "device_bytes", host_bytes)
     monkeypatch.setattr(verify_module, "run_fresh", fresh)
-    monkeypatch.setattr(verify_module, "_handle", lambda address, number, engine: ("00" * 64, 0, address))
+    monkeypatch.setattr(verify_module, "span_handle", lambda address, number, engine: ("00" * 64, 0, address))
     for name, value in (("empty_cache", None), ("synchronize", None), ("current_device", 0), ("mem_get_info", (1 << 40, 0))):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     return seen
@@ -188,6 +190,19 @@ def test_an_output_that_a_graph_does_not_write_is_not_compared(plans: list[dict[
     expected = bytes(numbers.view(torch.uint8).numpy()) + before["out"][4 * ROW :]
     assert results[0][1] == hashlib.sha256(expected).hexdigest()
     assert {name: bytes(engine.view(name).numpy()) for name in engine.memory} == before
+
+
+def test_indices_that_a_graph_returns_and_reads_stay_valid(plans: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fill that is no index would end the engine's process."""
+    engine, seen = Engine(), []
+    row = replace(engine_bundle.engine().tensors[-1], dtype="int32")
+    assert row.name == "result"
+    described = replace(engine_bundle.engine(), tensors=(*engine_bundle.engine().tensors[:-1], row))
+    monkeypatch.setattr(engine_bundle, "engine", lambda: described)
+    graph = Graph(lambda: seen.append(bytes(engine.view("result")[:4].numpy())))
+    before = bytes(engine.view("result")[:4].numpy())
+    run({"small": graph, (8, "rows"): Graph(lambda: None)}, engine, returns={"small": ["result"], (8, "rows"): []})
+    assert seen[:2] == [before, bytes(4)] and [results for _, results in plans[0]["graphs"]] == [[], []]
 
 
 def test_an_output_is_compared_though_its_bytes_were_there_before(plans: list[dict[str, Any]]) -> None:
