@@ -165,11 +165,14 @@ class Application:
         self.counters.languages.requests.labels("", path, str(code)).inc()
 
     def _on_event(self, event: Event) -> None:
-        """Logs and counts an event.  Ends an `essential` server if a bundle is refused and no version serves."""
-        self._tell(event)
+        """Logs and counts an event.  Ends an `essential` server if a bundle is refused and no version serves; the command's error
+        then replaces the line of a log in text."""
+        final = event["event"] == "refused" and self._essential and not any(self.repository.serving())
+        if not final or self._settings.log != "text":
+            self._tell(event)
         if event["event"] in ("serving", "refused"):
             self.counters.tensors.loads.labels(event["model"], event["event"]).inc()
-        if event["event"] == "refused" and self._essential and not any(self.repository.serving()):
+        if final:
             self._end(ServeError(event["why"], event.get("hint", "") or "cgcompile verify BUNDLE --run"))
 
     def _end(self, failure: ServeError) -> None:

@@ -81,7 +81,7 @@ class Bundles:
                 if held > LARGEST:
                     raise Refusal(413, f"body: more than {LARGEST} bytes")
                 if self._held > LARGEST:
-                    raise Refusal(503, "body: the replica holds as many bytes of requests as it may", 1)
+                    raise Refusal(503, "body: all requests together exceed the limit of bytes; retry later", 1)
                 parts.append(part)
             return await self._answer(request, b"".join(parts))
         except Refusal as refusal:

@@ -120,7 +120,7 @@ def _check_targets(targets: Sequence[str], options: Options) -> None:
     duplicate = next((name for name in targets if targets.count(name) > 1), None)
     unresolved = next((name for name in targets if name in ("auto", "cuda", "")), None)
     if duplicate is not None or unresolved is not None:
-        cause = f"{duplicate} stands twice" if duplicate is not None else f"{unresolved or 'nothing'} is no single target"
+        cause = f"{duplicate} occurs twice" if duplicate is not None else f"{unresolved or 'nothing'} is no single target"
         raise BuildError("target-unavailable", f"target {options.target}: {cause}", "name each one: --target sm_80,sm_90,x86-64-v3")
     if options.world is not None:
         raise BuildError("world-refused", f"world={options.world}: a model over several devices has no variants")

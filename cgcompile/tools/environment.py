@@ -199,7 +199,8 @@ def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
     if not gpus:
         captured = missing, "name the GPU that the bundle is for: --target sm_90, or another"
     elif not captured[0] and "without CUDA" in _cuda_of_torch():
-        captured = "torch is installed without CUDA", "install a torch with CUDA, or name the GPU: it is built for without it"
+        remedy = "install torch with CUDA, or name a GPU architecture (--target sm_90) to cross-compile"
+        captured = "torch is installed without CUDA", remedy
     rows = [
         TargetHere(
             name="cuda", about="the GPU of this machine", not_built=captured[0], not_run=missing,
@@ -207,9 +208,8 @@ def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
         )
     ]  # fmt: skip
     for name, about in (descriptions | unknown_arches).items():
-        traced = (
-            _refusal(lambda: check_packages("cross-compile")) if name in descriptions else ("nobody wrote down its properties", "")
-        )
+        unknown = "cgcompile does not know this architecture"
+        traced = _refusal(lambda: check_packages("cross-compile")) if name in descriptions else (unknown, "")
         capturing = name in local_arches[:1] and not captured[0]
         built = ("", "") if capturing else traced
         absent = missing or ("" if name in local_arches else f"the GPU here is {', '.join(dict.fromkeys(local_arches))}")

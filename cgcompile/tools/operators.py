@@ -18,7 +18,7 @@ from ..util.progress import Watcher, silent
 KINDS = {
     "yes": "compiled, and on a GPU part of a graph",
     "parts": "made of other operators: these decide",
-    "some": "with some arguments; `cgcompile check` tells for a model's",
+    "some": "supported with some arguments; `cgcompile check` examines those of a model",
     "host": "runs on the host, between graphs",
     "no": "refused",
 }

@@ -231,7 +231,7 @@ def _check_apart(manifest: Manifest) -> None:
     for index, file in enumerate(manifest.files):
         path = file.path.casefold()
         if path in used_names or path.partition("/")[0] == STAGE:
-            text = f"{file.path!r} is apart from another name by upper and lower case alone, or lies where a push puts its own"
+            text = f"{file.path!r} differs from another name only in upper and lower case, or is a name that push reserves"
             raise BundleError("manifest-invalid", f"files[{index}].path: {text}")
         used_names.add(path)
 
@@ -268,7 +268,7 @@ def _make_private(folder: Path) -> None:
         status = folder.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
             return
-        text = f"{folder}: lies where a pull keeps what has arrived, and is not this user's folder alone"
+        text = f"{folder}: pull needs this path for partial files, but it is a link or a file, or other users have access to it"
         raise BuildError("output-unwritable", text, "remove it, or choose another place with -o") from None
 
 

@@ -16,13 +16,13 @@ NONE = "-"
 
 RATES = {"requests": "request_throughput", "tokens made": "output_throughput", "tokens read and made": "total_token_throughput"}
 LATENCIES = {
-    "ttft": "to the first token", "tpot": "for each token behind it", "itl": "between two pieces of a stream", "e2el": "to the end",
+    "ttft": "to the first token", "tpot": "for each later token", "itl": "between two pieces of a stream", "e2el": "to the end",
 }  # fmt: skip
 
 TITLES = {
     "call": "call: time of one call, warm",
     "device": "call on the GPU: its own clock, calls back to back",
-    "dispatch": "dispatch: what a call keeps the CPU",
+    "dispatch": "dispatch: CPU time of a call",
 }
 
 

@@ -365,9 +365,13 @@ def load_lines(path: str, manifest: Manifest, entries: Sequence[EntrySpec] = ())
     """Returns Python code that loads the bundle and calls `entries`, by default all of them."""
     devices = f", devices={list(range(manifest.world.size))}" if manifest.world else ""
     lines = ["import cgbundle", f"program = cgbundle.load({path!r}{devices})"]
+    assigned: dict[str, str] = {}  # an assignment that still holds is not repeated
     for entry in entries or manifest.entries:
         called = "program" if entry.name == FORWARD or len(manifest.entries) == 1 else attribute(entry.name)
-        lines += [*nested(entry), f"result = {called}({spelled(entry)})"]
+        values = {line.partition(" = ")[0]: line for line in nested(entry)}
+        lines += [line for name, line in values.items() if assigned.get(name) != line]
+        assigned |= values
+        lines.append(f"result = {called}({spelled(entry)})")
     return lines
 
 

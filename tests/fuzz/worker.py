@@ -97,7 +97,7 @@ def mutate(golden: Golden, number: int) -> str:
         files = {} if stored is None else {stored: mutations.twice((golden.origin / stored).read_bytes(), draw)}
         sealed = mutations.seal(json.loads(json.dumps(golden.plain)), files)
         golden.write(files, sealed if files else mutations.twice(sealed, draw))
-        golden.refused = "a name stands twice"
+        golden.refused = "a name occurs twice"
         return "twice"
     if how < 0.45:
         golden.write({}, mutations.seal(mutations.manifest(golden.plain, draw), {}))

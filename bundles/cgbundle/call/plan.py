@@ -99,7 +99,7 @@ def call_sizes(entry: EntrySpec, shapes: Sequence[Sequence[int]]) -> tuple[int, 
             name, scale, offset = rule
             value, rest = divmod(actual - offset, scale)
             if rest or value < 0:
-                raise CallError("input-shape", f"{where}: expected {text(size)}, which no {name} makes {actual}")
+                raise CallError("input-shape", f"{where}: expected {text(size)}, but no value of {name} gives {actual}")
             first = sizes.setdefault(name, (value, where))
             if first[0] != value:
                 message = f"{where}: expected {name}={first[0]} as in {first[1]}, got {value}"

@@ -99,7 +99,7 @@ def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: 
     elif source_on_device:
         check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(target, source, size, stream))
     else:
-        raise ValueError("a copy from host to host is none of the GPU's")
+        raise ValueError("expected source or target on the GPU")
 
 
 class Output:

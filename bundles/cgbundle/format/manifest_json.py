@@ -68,7 +68,7 @@ def _joined(common: Any, rest: Any, where: str) -> Any:
         return common | rest | both
     if type(common) is list and type(rest) is list and len(common) == len(rest):
         return [_joined(one, other, f"{where}[{at}]") for at, (one, other) in enumerate(zip(common, rest, strict=True))]
-    raise invalid(where, "is neither an object nor a list beside one of its length")
+    raise invalid(where, "must be an object, or a list as long as the one that all variants share")
 
 
 def _check_version(plain: dict[str, Any]) -> None:

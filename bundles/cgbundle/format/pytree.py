@@ -85,7 +85,7 @@ def _check_keys(pairs: list[Any], place: Place) -> None:
         if not (_is_printable(key) if type(key) is str else _is_whole(key)):
             raise invalid(_spell(place), f"the key {json_text.brief(key)} is neither a printable name nor a number of 64 bits")
     if len({key for key, _ in pairs}) != len(pairs):
-        raise invalid(_spell(place), "a key stands twice")
+        raise invalid(_spell(place), "a key occurs twice")
 
 
 def _is_whole(value: Any) -> bool:

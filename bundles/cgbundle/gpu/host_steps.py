@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..cpu import libtorch
 from ..cpu.host_region import Found, HostRegion, RegionOutputs, check_layout, layout_of, open_region
@@ -17,9 +17,6 @@ from ..format.archive import Archive
 from ..format.schema import Program, Step, Value
 from ..format.spans import span
 from ..weights.host import HostWeights
-
-if TYPE_CHECKING:
-    pass
 
 
 class _Place(NamedTuple):

@@ -18,8 +18,6 @@ from ..format.schema import DTYPES
 from .numbers import decode
 from .self_test_tensors import is_exact, stored
 
-BLOCK = 1 << 16  # defined again below, with its reason
-
 
 def difference(dtype: str, expected: bytes, got: bytes) -> float:
     """The error of `got`, both row-major. Integers and booleans: the share of different elements. Others (complex as two parts):

@@ -84,7 +84,7 @@ class Tensor:
 
     def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None) -> object:
         if (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()) or (copy and self.device is not None):
-            raise BufferError(f"cgbundle.Tensor({_kind(self)}) can be shared where it lies only")
+            raise BufferError(f"cgbundle.Tensor({_kind(self)}) can be shared only on its own device, from a GPU without a copy")
         source = self.clone() if copy else self
         numpy = sys.modules.get("numpy")
         if numpy is not None and hasattr(source, "__array_interface__"):

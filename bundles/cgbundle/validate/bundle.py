@@ -146,7 +146,7 @@ def _check_exchanges(bundle: Archive, first: Archive) -> None:
         if actual != others:
             alike = [one == other for one, other in zip(actual, others, strict=False)]
             place = alike.index(False) if False in alike else len(alike)
-            text = f"int_key {program.key}: {len(actual)} exchanges, rank 0 has {len(others)}; they part at number {place}"
+            text = f"int_key {program.key}: {len(actual)} exchanges, rank 0 has {len(others)}; first difference at number {place}"
             raise BundleError("table-invalid", text)
 
 
@@ -254,4 +254,4 @@ class _SelfTestTensors:
                     if row.dtype != kind or not fits:
                         raise _wrong(part, f"is {row.dtype} {list(row.shape)}")
                 return set(shapes)
-        raise BundleError("weights-invalid", f"{file_names.SELF_TEST}: tensor {name!r}: a part of what takes its place is missing")
+        raise BundleError("weights-invalid", f"{file_names.SELF_TEST}: tensor {name!r}: a part of its condensed form is missing")

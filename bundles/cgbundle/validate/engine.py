@@ -31,13 +31,13 @@ def check_engine(manifest: Manifest) -> None:
     assert engine is not None  # the caller has checked
     require(manifest.target.kind == "cuda", "target.kind", "an engine's graphs are for a GPU")
     for field in ("entries", "regions", "random", "frozen", "state_dimensions", "donations", "donated", "allowed", "world"):
-        require(getattr(manifest, field) in ((), None), field, "of a bundle of an engine's graphs")
-    require(all(row.computed for row in manifest.weights), "weights", "of a bundle of an engine's graphs")
+        require(getattr(manifest, field) in ((), None), field, "must be empty in a bundle of an engine's graphs")
+    require(all(row.computed for row in manifest.weights), "weights", "must all be computed in a bundle of an engine's graphs")
     require(1 <= len(engine.graphs) <= TABLE_ROWS, "engine.graphs", f"{len(engine.graphs)} of them")
     for index, graph in enumerate(engine.graphs):
         decode_key(graph.key, f"engine.graphs[{index}].key")
     for field, values in (("key", [g.key for g in engine.graphs]), ("file", [g.file for g in engine.graphs])):
-        require(len(set(values)) == len(values), "engine.graphs", f"a {field} stands twice")
+        require(len(set(values)) == len(values), "engine.graphs", f"a {field} occurs twice")
     memories = dict(manifest.memories)
     require({"inputs", "arena"} <= memories.keys(), "memories", "of an engine's graphs have inputs and an arena")
     for index, row in enumerate(engine.spans):
@@ -48,7 +48,7 @@ def check_engine(manifest: Manifest) -> None:
         require(inside, where, f"ends outside memory inputs, which has {memories['inputs']} bytes")
     for index, (row, after) in enumerate(pairwise(engine.spans)):
         require(row.offset + row.bytes < after.offset, f"engine.spans[{index + 1}]", "does not begin behind the one before it")
-    require(len({row.name for row in engine.tensors}) == len(engine.tensors), "engine.tensors", "a name stands twice")
+    require(len({row.name for row in engine.tensors}) == len(engine.tensors), "engine.tensors", "a name occurs twice")
     for index, tensor in enumerate(engine.tensors):
         where, shape, strides = f"engine.tensors[{index}]", tensor.shape, tensor.strides
         valid = len(shape) == len(strides) and min((*shape, *strides), default=0) >= 0

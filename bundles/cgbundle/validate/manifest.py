@@ -85,7 +85,7 @@ def _check_entries(manifest: Manifest) -> None:
     for index, name in enumerate(names):
         where = f"entries[{index}].name"
         require(name.isidentifier(), where, f"{name!r} is no name")
-        require(name not in names[:index], where, f"{name!r} stands twice")
+        require(name not in names[:index], where, f"{name!r} occurs twice")
         require(name != FORWARD or not index, where, f"{FORWARD!r} is not the first entry")
     check_size_evaluations(manifest.entries)
 
@@ -98,14 +98,14 @@ def _check_regions(manifest: Manifest) -> None:
         require(inside, f"{where}.file", f"a shared object outside {file_names.HOST}")
         for place, (_, weight) in enumerate(region.constants):
             require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
-        require(len({name for name, _ in region.constants}) == len(region.constants), f"{where}.constants", "a name stands twice")
+        require(len({name for name, _ in region.constants}) == len(region.constants), f"{where}.constants", "a name occurs twice")
     files = [region.file for region in manifest.regions if region.file]
     require(len(set(files)) == len(files), "regions", "two of them have one shared object")
 
 
 def _check_files(manifest: Manifest) -> None:
     paths = [file.path for file in manifest.files]
-    require(len(set(paths)) == len(paths), "files", "a path stands twice")
+    require(len(set(paths)) == len(paths), "files", "a path occurs twice")
     for index, file in enumerate(manifest.files):
         where = f"files[{index}]"
         parts = file.path.split("/")
@@ -161,7 +161,7 @@ def check_signature(entry: EntrySpec) -> None:
         require(dimension.name in solved, "dimensions", f"{dimension.name} is the size of no input's axis")
     _check_chunks(entry)
     mutated, rows = entry.mutated_inputs, entry.parameters
-    require(list(mutated) == sorted(set(mutated)), "mutated_inputs", "not ascending, or a position stands twice")
+    require(list(mutated) == sorted(set(mutated)), "mutated_inputs", "not ascending, or a position occurs twice")
     require(all(0 <= place < len(entry.inputs) for place in mutated), "mutated_inputs", "no such input")
     if mutated:  # a part of the caller's tensor would stay unchanged, or be changed twice
         require_whole_calls(entry, "calls write to their inputs")
@@ -178,7 +178,7 @@ def check_signature(entry: EntrySpec) -> None:
 
 def _check_dimensions(dimensions: Sequence[Dimension]) -> None:
     require(len(dimensions) <= limits.DIMENSIONS, "dimensions", f"{len(dimensions)}, more than the limit of {limits.DIMENSIONS}")
-    require(len({dimension.name for dimension in dimensions}) == len(dimensions), "dimensions", "a name stands twice")
+    require(len({dimension.name for dimension in dimensions}) == len(dimensions), "dimensions", "a name occurs twice")
     for index, dimension in enumerate(dimensions):
         where = f"dimensions[{index}]"
         require(dimension.name.isidentifier(), f"{where}.name", f"{dimension.name!r} is no name")
@@ -188,7 +188,7 @@ def _check_dimensions(dimensions: Sequence[Dimension]) -> None:
 
 
 def _check_specs(where: str, specs: Sequence[TensorSpec], known: set[str]) -> None:
-    require(len({spec.name for spec in specs}) == len(specs), where, "a name stands twice")
+    require(len({spec.name for spec in specs}) == len(specs), where, "a name occurs twice")
     for index, spec in enumerate(specs):
         at = f"{where}[{index}]"
         if spec.range is not None:
@@ -218,7 +218,7 @@ def _check_data_sizes(entry: EntrySpec) -> None:
     data."""
     rows, outputs = entry.data_sizes, entry.outputs
     places = [(row.output, row.axis) for row in rows]
-    require(places == sorted(set(places)), "data_sizes", "not ascending, or an axis stands twice")
+    require(places == sorted(set(places)), "data_sizes", "not ascending, or an axis occurs twice")
     counts = sorted({row.count for row in rows})
     model_outputs = len(outputs) - len(counts)
     require(counts == list(range(model_outputs, len(outputs))), "data_sizes", "the counts are not the last outputs")
@@ -268,12 +268,12 @@ def check_world(manifest: Manifest) -> None:
     require(peer == world.size * world.stride, "memories.peer", f"{peer}, {world.size} parts of {world.stride} bytes are expected")
     hosted = next((index for index, region in enumerate(manifest.regions) if region.kind == "host"), None)
     require(hosted is None, f"regions[{hosted}]", "a bundle over several GPUs has no operations on the host")
-    require(not manifest.donations and not manifest.module_state, "world", "with donations, or variables of kernels")
+    require(not (manifest.donations or manifest.module_state), "world", "must be absent: the bundle has donations or module state")
 
 
 def check_weight_rows(manifest: Manifest) -> None:
     """Raises manifest-invalid unless each weight is dense and at its own place; tied weights share one."""
-    require(len({weight.name for weight in manifest.weights}) == len(manifest.weights), "weights", "a name stands twice")
+    require(len({weight.name for weight in manifest.weights}) == len(manifest.weights), "weights", "a name occurs twice")
     positions = {weight for region in manifest.regions for _, weight in region.constants if region.kind == "host"}
     used = {weight.tensor for index, weight in enumerate(manifest.weights) if index in positions}
     for index, weight in enumerate(manifest.weights):

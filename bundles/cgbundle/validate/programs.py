@@ -77,7 +77,7 @@ def _check_program(manifest: Manifest, entry: EntrySpec, program: Program, where
 def _check_lowerings(program: Program, where: str) -> None:
     """Names are unique, one lowering is chosen, and each has a time for every graph, or a reason."""
     names = [lowering.name for lowering in program.lowerings]
-    require(len(set(names)) == len(names), f"{where}.lowerings", "a name stands twice")
+    require(len(set(names)) == len(names), f"{where}.lowerings", "a name occurs twice")
     chosen = sum(lowering.chosen for lowering in program.lowerings)
     require(chosen == 1, f"{where}.lowerings", f"{chosen} are chosen, expected one")
     graphs = sum(step.kind == "graph" for step in program.steps)
@@ -102,7 +102,7 @@ def _check_inputs(target: str, program: Program, where: str) -> None:
         if span(value):  # an input without elements has no address
             require(value.memory == "inputs", f"{where}.inputs[{place}]", f"lies in memory {value.memory}, not in inputs")
             ranges.append((*extent(value), f"{where}.inputs[{place}]"))
-    require(len(set(program.inputs)) == len(program.inputs), f"{where}.inputs", "a value stands twice")
+    require(len(set(program.inputs)) == len(program.inputs), f"{where}.inputs", "a value occurs twice")
     require_apart(ranges, "lies over another input of the call")
 
 
@@ -365,7 +365,7 @@ def _last_reads(program: Program) -> dict[int, int]:
 
 
 def _reader(program: Program, place: int) -> str:
-    return "the call gives out" if place == len(program.steps) else f"steps[{place}] reads"
+    return "is an output of the call" if place == len(program.steps) else f"steps[{place}] reads"
 
 
 def _points(table: Table) -> Iterator[tuple[str, int]]:

@@ -209,7 +209,7 @@ def _check_edges(table: Table) -> None:
             if kind == EDGE_PROGRAMMATIC and not (out and kinds == (KERNEL, KERNEL)):
                 raise invalid(f"{path}.type", f"programmatic, from port {out}, between nodes of kinds {kinds[0]} and {kinds[1]}")
     if len(set(zip(*columns, strict=True))) != table.counts["edges"]:
-        raise invalid(f"{table.where}: edges", "one stands twice")
+        raise invalid(f"{table.where}: edges", "one occurs twice")
     launch_order(table)
 
 
@@ -250,7 +250,7 @@ def check_module_states(states: Sequence[ModuleState], where: str, memories: Map
         if state.image not in images:
             raise invalid(f"{path}.image", f"{state.image[:16]}... is not among the bundle's images")
         if (state.image, state.symbol) in seen or not state.symbol.isprintable() or not state.symbol:
-            raise invalid(f"{path}.symbol", f"{state.symbol[:80]!r} is no symbol, or stands twice")
+            raise invalid(f"{path}.symbol", f"{state.symbol[:80]!r} is no symbol, or occurs twice")
         seen.add((state.image, state.symbol))
         for item in state.relocations:
             memory, offset = item.target.memory, item.target.offset
@@ -331,7 +331,7 @@ def _setters(table: Table) -> list[tuple[int, int]]:
     columns = zip(table.handle_kernel, table.handle_at, table.handle_conditional, strict=True)
     handles = {kernel: (at, number) for kernel, at, number in columns}
     if len(handles) != table.counts["handles"]:
-        raise invalid(f"{table.where}: nodes.handles", "two of one kernel")
+        raise invalid(f"{table.where}: nodes.handles", "a kernel has two handles")
     setters = []
     kernels = [position for position, kind in enumerate(table.kind) if kind == KERNEL]
     axes = (table.grid_x, table.grid_y, table.grid_z, table.threads_x, table.threads_y, table.threads_z)

@@ -48,17 +48,17 @@ def check_state_dimensions(manifest: Manifest) -> None:
     """Raises manifest-invalid unless state with a variable number of rows comes after all other state, starts as zeros, and is part
     of no program value or alias. Ranks must not have it. Needs `check_state`."""
     weights, names, varying = manifest.weights, [row.name for row in manifest.state_dimensions], set[int]()
-    require(len(set(names)) == len(names) and "" not in names, "state_dimensions", f"unnamed, or one stands twice: {names}")
-    require(manifest.world is None, "world", "of a model whose state has any number of rows")
+    require(len(set(names)) == len(names) and "" not in names, "state_dimensions", f"unnamed, or one occurs twice: {names}")
+    require(manifest.world is None, "world", "must be absent: the state has a variable number of rows")
     counts = [row.count for row in manifest.state_dimensions if row.count is not None]
     for place, row in enumerate(manifest.state_dimensions):
         where = f"state_dimensions[{place}]"
         chosen = [*row.weights, *([] if row.count is None else [row.count])]
         known = all(index < len(weights) and weights[index].memory == STATE for index in chosen)
         require(known and bool(row.weights), where, "is of weights that are no state")
-        require(row.weights == tuple(sorted({*row.weights})), f"{where}.weights", "not ascending, or one stands twice")
+        require(row.weights == tuple(sorted({*row.weights})), f"{where}.weights", "not ascending, or one occurs twice")
         others = varying | {manifest.random, *counts}
-        require(others.isdisjoint(row.weights), f"{where}.weights", "one has a number of rows already, or is one")
+        require(others.isdisjoint(row.weights), f"{where}.weights", "one belongs to two dimensions, or is a count or random state")
         varying |= set(row.weights)
         least = [(*weights[index].shape, 0)[0] for index in row.weights]
         require(
@@ -116,7 +116,7 @@ def check_changes(manifest: Manifest, entry: EntrySpec) -> None:
 def check_aliases(manifest: Manifest, entry: EntrySpec) -> None:
     """Raises manifest-invalid if two aliases have the same output, or one shares memory with another alias."""
     outputs = [alias.output for alias in entry.aliases]
-    require(outputs == sorted(set(outputs)), "aliases", "not ascending, or an output stands twice")
+    require(outputs == sorted(set(outputs)), "aliases", "not ascending, or an output occurs twice")
     counts = {"inputs": len(entry.inputs), "outputs": len(entry.outputs)}
     shared = set(outputs)
     for place, alias in enumerate(entry.aliases):
@@ -125,7 +125,7 @@ def check_aliases(manifest: Manifest, entry: EntrySpec) -> None:
         known = alias.index < counts.get(alias.memory, len(manifest.weights))
         require(known, f"{where}.index", f"no number {alias.index} of the {alias.memory}")
         if alias.memory in ("weights", STATE):
-            require(manifest.weights[alias.index].memory == alias.memory, f"{where}.index", "that weight lies elsewhere")
+            require(manifest.weights[alias.index].memory == alias.memory, f"{where}.index", "that weight is in another memory")
         loose = alias.memory != "outputs" or (alias.index not in shared and alias.index != alias.output)
         require(loose, f"{where}.index", "an output that is an alias itself")
 
@@ -162,7 +162,7 @@ def check_donations(manifest: Manifest) -> None:
     GPU no other entry uses the outputs' memory. The entries must be valid."""
     donations, entries = manifest.donations, {entry.name: entry for entry in manifest.entries}
     rows = [(donation.source, donation.output, donation.target, donation.input) for donation in donations]
-    require(rows == sorted(set(rows)), "donations", "not ascending, or one stands twice")
+    require(rows == sorted(set(rows)), "donations", "not ascending, or one occurs twice")
     for place, donation in enumerate(donations):
         where = f"donations[{place}]"
         for kind, name in (("source", donation.source), ("target", donation.target)):

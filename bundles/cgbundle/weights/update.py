@@ -221,7 +221,7 @@ def _of_bundle(path: str) -> NamedContents:
 FROZEN = {
     CONSTANT: ("is a constant of the model, and not in its state_dict", "leave it out"),
     FOLDED: ("was folded: compiled code holds values that were computed from it", "build the bundle again with the new weights"),
-    BAKED: ("was read by Python at {where} while the bundle was built, which went on by its value",
+    BAKED: ("was read by Python at {where} while the bundle was built, and the build depends on this value",
         "build the bundle again with the new weights"),
     "state": ("is state, which calls change", "leave it out; `program.state` writes state"),
 }  # fmt: skip

@@ -139,7 +139,7 @@ def read_config(path: Path) -> tuple[int, float]:
         raise AdapterError(f"{path}: bias {config['bias']!r}; adapters with biases are not served")
     for name, value in config.items():
         if name not in READ and value not in (None, False) and value != [] and value != {}:
-            raise AdapterError(f"{path}: {name}: adapters with it are not served")
+            raise AdapterError(f"{path}: adapters with the option {name} are not supported")
     if str(config.get("init_lora_weights")).startswith(CHANGED_BASE):
         kind = config["init_lora_weights"]
         raise AdapterError(f"{path}: init_lora_weights {kind!r} changes the base model, too; convert it with PEFT first")
@@ -183,7 +183,7 @@ def numbers(file: Mapped, path: Path, name: str, shape: tuple[int, int]) -> arra
     """Returns a tensor as float32.  Raises AdapterError if it is missing or has another shape."""
     entry = file.entries.get(name)
     if entry is None:
-        raise AdapterError(f"{path}: {name} is missing, and its other factor is there")
+        raise AdapterError(f"{path}: {name} is missing, but the other factor of its layer exists")
     if entry.shape != shape:
         raise AdapterError(f"{path}: {name} has the shape {list(entry.shape)}, expected {list(shape)}")
     if entry.dtype not in BYTES:

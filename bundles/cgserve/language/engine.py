@@ -173,7 +173,8 @@ class Engine:
         if self._draining:
             raise Stopping("the model is being closed")
         if len(self._streams) + len(requests) > self.limit:
-            raise Busy(f"{self.limit} requests may be open, and {len(self._streams)} are", max(1, round(self._pace)))
+            text = f"{len(self._streams)} requests are open and {len(requests)} asked for; the limit is {self.limit}"
+            raise Busy(text, max(1, round(self._pace)))
         queue: Queue = asyncio.Queue()
         keys = [next(self._numbers) for _ in requests]
         try:

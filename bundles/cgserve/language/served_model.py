@@ -132,7 +132,7 @@ class ServedModel:
         first."""
         forced = prompt[1:] if parsed.scored else ()
         if not forced and not most:
-            raise Refusal(400, "max_tokens: 0 needs a prompt of two tokens", "max_tokens")
+            raise Refusal(400, "max_tokens: 0 requires a prompt of at least two tokens", "max_tokens")
         read_tokens, rules = prompt[: len(prompt) - len(forced)], None
         if matcher is not None or parsed.wishes or forced:
             matcher_copy = None if matcher is None else matcher.copy()

@@ -27,9 +27,7 @@ class MemoryBudget:
         with self._lock:
             if self._limit is not None and self._taken + size > self._limit:
                 mib = [f"{number / (1 << 20):.1f} MiB" for number in (size, self._limit, self._limit - self._taken)]
-                raise Refused(
-                    f"it takes {mib[0]}; of the {mib[1]} that are allowed {mib[2]} are left", "raise --memory", memory=True
-                )
+                raise Refused(f"the bundle needs {mib[0]}; {mib[2]} of --memory {mib[1]} are free", "raise --memory", memory=True)
             self._taken += size
 
     def give_back(self, size: int) -> None:

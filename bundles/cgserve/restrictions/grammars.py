@@ -85,7 +85,7 @@ class Grammars:
     def matcher(self, grammar: str) -> GrammarMatcher:
         """Returns a matcher at the start of a text.  Raises ValueError for a grammar that the engine does not support."""
         if len(grammar) > LARGEST:
-            raise ValueError(f"{len(grammar)} characters of schemas; at most {LARGEST} may be")
+            raise ValueError(f"{len(grammar)} characters of schemas; at most {LARGEST} are allowed")
         matcher = self._engine.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise ValueError(one_line(matcher.get_error()))

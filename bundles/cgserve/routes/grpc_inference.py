@@ -91,7 +91,7 @@ class GrpcInference:
         size = len(data)
         if self._held + size > self._largest:
             del data  # the error that `abort` raises keeps this frame alive
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server holds as many bytes of requests as it may: ask again")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "all requests together exceed the limit of bytes; retry later")
         self._held += size
         try:
             message = CLASSES[f"{name}Request"].FromString(data)

@@ -184,7 +184,7 @@ def inputs_of(body_input: Any) -> list[Any]:
     if not texts and not all(isinstance(entry, list) and entry and all(type(token) is int for token in entry) for entry in entries):
         raise Refusal(400, "input: expected a string, a list of tokens, or a list of these", "input")
     if len(entries) > TEXTS:
-        raise Refusal(400, f"input: {len(entries)} texts; at most {TEXTS} may be", "input")
+        raise Refusal(400, f"input: {len(entries)} texts; at most {TEXTS} are allowed", "input")
     return entries
 
 

@@ -43,7 +43,7 @@ class Pool:
         """Frees numbers.  Raises ValueError for one that is not allocated."""
         for number in numbers:
             if number not in self._taken:
-                raise ValueError(f"{number} is nobody's")
+                raise ValueError(f"{number} is not allocated")
             self._taken.remove(number)
             self._free.append(number)
 
@@ -100,7 +100,7 @@ class Pages:
         for page in reversed(pages):
             users = self._users.get(page, 0)
             if users == 0:
-                raise ValueError(f"page {page} is nobody's")
+                raise ValueError(f"page {page} is not allocated")
             if users > 1:
                 self._users[page] = users - 1
                 continue

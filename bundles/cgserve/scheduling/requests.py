@@ -116,14 +116,14 @@ class Request:
 def check(request: Request, limits: Limits) -> None:
     """Raises ValueError for a request that can never be served."""
     if not request.prompt or request.most < 1:
-        raise ValueError("a request needs a token to begin with and one to make")
+        raise ValueError("a request needs at least one prompt token and max_tokens of at least 1")
     if len(request.stop) > STOPS:
         raise ValueError(f"{len(request.stop)} stop tokens; a request may have {STOPS}")
     if request.rules is not None and not limits.vocabulary:
         raise ValueError("the bundle has no entry `choose`, which restricts tokens: build it again")
     total = len(request.prompt) + request.most
     if total > limits.context:
-        raise ValueError(f"{total} tokens, with those to make; the bundle was built for {limits.context}")
+        raise ValueError(f"prompt and max_tokens are {total} tokens together; the bundle was built for {limits.context}")
 
 
 class Token(NamedTuple):

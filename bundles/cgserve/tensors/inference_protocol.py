@@ -265,7 +265,7 @@ def _tensors(listed: object, binary: memoryview, inputs: Sequence[Port]) -> tupl
             data, offset = binary[offset : offset + size], offset + size
         tensors[name] = TensorData(shape, data)
     if offset != len(binary):
-        _refuse(f"{len(binary)} bytes behind the JSON, where the inputs' binary_data_size make {offset}")
+        _refuse(f"{len(binary)} bytes follow the JSON, but the binary_data_size of the inputs add up to {offset}")
     return in_order(tensors, inputs)
 
 
@@ -274,13 +274,13 @@ def _packed(port: Port, data: object, elements: int) -> bytes:
     where = f"input {port.name!r}: data"
     code = CODES.get(port.datatype)
     if code is None:
-        _refuse(f"{where}: {port.datatype} comes as binary data only")
+        _refuse(f"{where}: {port.datatype} is sent only as binary data")
     if type(data) is not list:
         _refuse(f"{where}: expected a list of {elements} elements, or binary data")
     flat: list[Any] = data
     while any(type(element) is list for element in flat):
         if not all(type(element) is list for element in flat):
-            _refuse(f"{where}: lists and elements beside each other")
+            _refuse(f"{where}: lists and elements are mixed")
         flat = [element for nested in flat for element in nested]
     if len(flat) != elements:
         _refuse(f"{where}: {len(flat)} elements, expected {elements}")
@@ -313,7 +313,7 @@ def _requested_outputs(listed: object, parameters: Mapping[str, Any], outputs: S
 
 def _numbers(port: Port, data: bytes | memoryview) -> list[Any]:
     if port.datatype not in CODES:
-        _refuse(f"output {port.name!r}: {port.datatype} goes as binary data only: ask with binary_data")
+        _refuse(f"output {port.name!r}: {port.datatype} is sent only as binary data: ask with binary_data")
     dtype = next(dtype for dtype, name in DATATYPES.items() if name == port.datatype)
     numbers = decode(dtype, bytes(data))
     if port.datatype.startswith("FP") and not all(map(math.isfinite, numbers)):

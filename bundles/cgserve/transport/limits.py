@@ -92,7 +92,7 @@ class BoundedBodies:
             if max(declared, held.bytes) > self.largest:
                 return JSONResponse(self.form(f"body: more than {self.largest} bytes"), 413)
             if self._left < 0 or declared - held.bytes > self._left:
-                text = "body: the server holds as many bytes of requests as it may"
+                text = "body: all requests together exceed the limit of bytes; retry later"
                 return JSONResponse(self.form(text), 503, {"Retry-After": "1"})
             if not more:
                 return b"".join(parts)

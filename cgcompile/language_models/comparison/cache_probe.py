@@ -43,8 +43,8 @@ def kept_by_lane(network: PreTrainedModel) -> Kept:
     cache = filled_cache(network)
     cache_layers = getattr(cache, "layers", None)
     if cache_layers is None:
-        problem = "keeps nothing of the tokens before" if cache is None else f"keeps a {type(cache).__name__} instead of a Cache"
-        raise refusal(config, f"{type(network).__name__} {problem}, so that no pages or slots can hold it", SERVE)
+        kept = "no cache of earlier tokens" if cache is None else f"a {type(cache).__name__} instead of a Cache"
+        raise refusal(config, f"{type(network).__name__} has {kept}: pages and slots can hold only a Cache of transformers", SERVE)
     layers: list[Layer] = []
     states: list[State] = []
     numbers: dict[int | tuple[str, int], int] = {}

@@ -135,7 +135,7 @@ def probe_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls for attention, during the probe."""
     if cache is None:
-        problem = f"{type(module).__name__} gets no argument that was given to the model: its layers pass none on"
+        problem = f"{type(module).__name__} does not receive the model's keyword arguments, because the layers do not pass them on"
         raise refusal(module.config, problem, ANOTHER)
     return cache.attend(module, query, key, value, attention_mask, others), None
 
@@ -176,7 +176,7 @@ def check_kind(config: PretrainedConfig) -> None:
         raise refusal(config, "transformers has no causal language model of this type (AutoModelForCausalLM)", ANOTHER)
     prepare = kind.prepare_inputs_for_generation.__code__
     if "original_max_position_embeddings" in prepare.co_names and "next_sequence_length" not in prepare.co_consts:
-        problem = "transformers' generate forgets the text before, where it passes original_max_position_embeddings tokens"
+        problem = "transformers' generate drops earlier tokens when a text exceeds original_max_position_embeddings"
         raise refusal(config, problem, "try a later version of transformers: there is no right text to compare with")
 
 
@@ -194,7 +194,7 @@ def check_all(config: PretrainedConfig, layers: Mapping[int, Layer]) -> None:
     count = max(getattr(text, "num_hidden_layers", 0), *layers, 1)
     missing = [layer for layer in range(count) if layer not in layers]
     if missing:
-        problem = f"layers {', '.join(map(str, missing))} hand no keys to attention"
+        problem = f"layers {', '.join(map(str, missing))} do not call attention with keys"
         raise refusal(config, problem, "serve it with transformers; a paged cache holds no state of a layer but keys and values")
 
 

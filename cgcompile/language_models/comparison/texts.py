@@ -166,7 +166,7 @@ def small_networks(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTraine
         return network, reference
     except Exception as error:
         if error.args == (NAME,):
-            problem = f"a part of it looks attention up in a table of its own, which has no other{place_of(error)}"
+            problem = f"a part of the model accepts only its own attention functions{place_of(error)}"
             raise refusal(config, problem, "serve it with transformers") from error
         problem = f"no small copy can be made of its configuration, to compare with transformers: {error_text(error)}"
         raise refusal(config, problem, "serve it with transformers") from error

@@ -26,7 +26,7 @@ STAGES = {
 }
 """The stages in which errors occur, and their classes."""
 
-LAST = "of the recorders, which few people meet"
+LAST = "inside the recorders (rare)"
 RECORDERS = frozenset({
     "cupti-unavailable", "driver-call-failed", "recorder-failed", "parameters-unreadable",
     "image-unseen", "image-format", "loader-unknown", "recordings-differ", "address-disagrees",

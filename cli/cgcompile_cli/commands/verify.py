@@ -137,8 +137,8 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
         donations = answer.get("donations", [])
         if donations:
             failed = [row for row in donations if not row["passed"]]
-            mismatch_text = f"{len(failed) or 'none'} unlike their copies"
-            show(f"donations: {count(len(donations), 'call')} of outputs taken where they lie, {mismatch_text}")
+            reads = f"inputs read in place from outputs in {count(len(donations), 'call')}"
+            show(f"donations: {reads}; {len(failed)} differ from calls with copies")
             for row in failed:
                 show(safe(f"{row['title']}: {row['text']}"))
 

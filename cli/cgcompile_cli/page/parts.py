@@ -214,7 +214,7 @@ def memory(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps], maps: S
         yield tag("p", "All int_keys share one arena, the largest.", class_="soft")
         names = " x ".join([dimension.name for dimension in entry.dimensions]) or "int_key"
         yield table((names, ">arena", ">inputs", ""), bars, "bars")
-    yield tag("h3", "What uses which place when")
+    yield tag("h3", "Uses of memory over time")
     legend = [(WRITES, "writes"), (REFERS, "refers to (one or both)"), (READS, "reads")]
     marks = [part for how, name in legend for part in (tag("span", class_=f"swatch {CLASSES[how]}"), name)]
     yield tag("p", "From left to right the nodes and steps in order.", *marks, tag("span", class_="swatch b"), "between the first "

@@ -33,7 +33,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if not vllm.__version__.startswith(VERSION):
-        logger.warning("cgcompile: vLLM %s is not known, only %s*: graphs are captured as ever", vllm.__version__, VERSION)
+        logger.warning("cgcompile: vLLM %s is not known, only %s*: vLLM captures its graphs as usual", vllm.__version__, VERSION)
         return
     if not current_platform.is_cuda():
         return

@@ -96,7 +96,7 @@ class GraphWorker(Worker):
         return os.path.relpath(self.vllm_config.compilation_config.local_cache_dir or ".", vllm.envs.VLLM_CACHE_ROOT)
 
     def _capture_as_usual(self, reason: str) -> str:
-        logger.warning("cgcompile: %s: graphs are captured as ever", reason)
+        logger.warning("cgcompile: %s: vLLM captures its graphs as usual", reason)
         return ""
 
     @torch.inference_mode()

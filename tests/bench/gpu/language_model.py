@@ -33,6 +33,8 @@ from cgcompile.tools.generation.measure import BATCHES, PROMPT, TOKENS, lengths
 
 ROOT = Path(__file__).parents[3]
 STEPS = 64
+GREEDY = (0, 0, 1, 1, 0, 0, 0, 0)
+"""As in cgcompile/language_models/sampling.py, which imports torch."""
 COPY = """
 import torch
 a, b = [torch.empty(1 << 31, dtype=torch.uint8, device="cuda") for _ in range(2)]
@@ -117,7 +119,7 @@ def steps(bundle: str, contexts: list[int]) -> None:
             sampling = tuple(
                 [
                     from_bytes(array("f" if dtype == "float32" else "q", [value] * batch), dtype, (batch,))
-                    for value, dtype in zip((0, 0, 1, 1, 0, 0), layout.sampling, strict=True)
+                    for value, dtype in zip(GREEDY, layout.sampling, strict=True)
                 ]
             )
             best = float("inf")

@@ -1,6 +1,6 @@
 """Measures the engine of `cgcompile serve` between two calls of a model that computes nothing.
 
-    python -m tests.bench.server.engine_steps [LANES...] [--milliseconds 2] [--prompt 500] [--tokens 200]
+    python -m tests.bench.server.engine_steps [LANES...] [--milliseconds 2] [--prompt 500] [--tokens 400]
 
 For every number of lanes, that many requests generate tokens together, in an engine over a program whose calls sleep, like a
 thread that waits for a GPU.  Prints as JSON: microseconds from the end of a call to the start of the next (median and 99th

@@ -61,9 +61,9 @@ def test_older_code_finds_states_in_the_layers_of_the_cache() -> None:
         ("bart", "it counts positions itself"),
         ("roformer", "it counts positions itself and ignores position_ids"),
         ("deepseek_v4", "layer 0 keeps a DeepseekV4HCACache, which is more than keys, values and states"),
-        ("openai-gpt", "OpenAIGPTLMHeadModel keeps nothing of the tokens before"),
+        ("openai-gpt", "OpenAIGPTLMHeadModel has no cache of earlier tokens"),
         ("moshi", "the cache of layer 0 keeps 8 tokens, and its mask shows all"),
-        ("phi4_multimodal", "generate forgets the text before"),
+        ("phi4_multimodal", "generate drops earlier tokens"),
         ("musicgen", "it has no one text model"),
     ],
 )

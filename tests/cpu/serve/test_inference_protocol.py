@@ -97,7 +97,7 @@ def changed(which: str, **fields: Any) -> dict[str, Any]:
         (changed("ids", shape=[True, 2]), "input 'ids': shape: expected a list of sizes"),
         (changed("ids", shape=[10**15, 2]), "has too many elements"),
         (changed("ids", data=[1]), "input 'ids': data: 1 elements, expected 2"),
-        (changed("ids", data=[[1], 2]), "input 'ids': data: lists and elements beside each other"),
+        (changed("ids", data=[[1], 2]), "input 'ids': data: lists and elements are mixed"),
         (changed("ids", data=[1.5, 2]), "input 'ids': data: expected elements of INT64"),
         (changed("ids", data=[True, 2]), "input 'ids': data: expected elements of INT64"),
         (changed("ids", data=[2**63, 2]), "input 'ids': data: an element does not fit INT64"),
@@ -118,17 +118,17 @@ def test_bytes_that_are_not_what_the_json_says(protocol: ModuleType) -> None:
     for header in ("x", "-1", "9999", "٣", ""):
         with pytest.raises(protocol.ProtocolError, match="Inference-Header-Content-Length: expected a number of at most"):
             read(protocol, request(), header=header)
-    with pytest.raises(protocol.ProtocolError, match="3 bytes behind the JSON, where the inputs' binary_data_size make 0"):
+    with pytest.raises(protocol.ProtocolError, match="3 bytes follow the JSON, but the binary_data_size of the inputs add up to 0"):
         read(protocol, request(), b"abc")
     mask = {"name": "mask", "datatype": "BOOL", "shape": [2], "parameters": {"binary_data_size": 2}}
-    with pytest.raises(protocol.ProtocolError, match="1 bytes behind the JSON, where the inputs' binary_data_size make 2"):
+    with pytest.raises(protocol.ProtocolError, match="1 bytes follow the JSON, but the binary_data_size of the inputs add up to 2"):
         read(protocol, {"inputs": [mask, request()["inputs"][1]]}, b"a")
 
 
 def test_answers_that_json_cannot_hold_are_refused_and_go_as_bytes(protocol: ModuleType) -> None:
     outputs = ports(protocol)[1]
     tensors = [protocol.TensorData((1, 3), struct.pack("<3f", 1, math.nan, 3)), protocol.TensorData((1,), b"\x80\x3f")]
-    for name, message in (("scores", "JSON has no NaN"), ("kept", "BF16 goes as binary data only")):
+    for name, message in (("scores", "JSON has no NaN"), ("kept", "BF16 is sent only as binary data")):
         with pytest.raises(protocol.ProtocolError, match=message):
             protocol.write_response(
                 "m", "1", protocol.Request("", (), (protocol.RequestedOutput(name, False),), 0), outputs, tensors

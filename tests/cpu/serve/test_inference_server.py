@@ -676,6 +676,10 @@ def test_a_bundle_that_cannot_be_served_ends_the_server(bundle: Path, tmp_path: 
         assert server.log[-2]["text"].startswith("error: the self-test fails at int_key (1,)")
     finally:
         server.stop()
+    path = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "cgcompile_cli", "serve", str(broken), "--port", "0"]
+    text = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False).stderr
+    assert text.count("the self-test fails at int_key (1,)") == 1, "a log in text does not repeat the error"
 
 
 def test_memory_is_bounded_and_all_models_may_have_to_serve(bundle: Path, tmp_path: Path) -> None:
@@ -684,7 +688,7 @@ def test_memory_is_bounded_and_all_models_may_have_to_serve(bundle: Path, tmp_pa
     size = sum(dict(archive.read_manifest(str(bundle)).memories).values())
     with serving(tmp_path / "models", "--memory", f"{size * 3 // 2}B", "--ready", "all") as server:
         refused = server.said(lambda event: event["event"] == "refused")
-        assert refused["why"].startswith("it takes 0.0 MiB; of the") and refused["hint"] == "raise --memory"
+        assert refused["why"].startswith("the bundle needs 0.0 MiB;") and refused["hint"] == "raise --memory"
         served = server.said(lambda event: event["event"] == "serving")["model"]
         client = Client(server.port)
         end = time.monotonic() + STARTS

@@ -174,7 +174,7 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
         ("completions", {"prompt": "a", "best": 1}, 400, "best", "best: no such field"),
         (
             "completions", {"prompt": "a", "echo": True, "max_tokens": 0}, 400, "max_tokens",
-            "max_tokens: 0 needs a prompt of two tokens",
+            "max_tokens: 0 requires a prompt of at least two tokens",
         ),
         (
             "completions", {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias",
@@ -335,7 +335,8 @@ def test_too_many_are_told_to_come_back(folder: Path) -> None:
         server.until(lambda: server.served.engine.open_requests == 2)
         status, reply, headers = server.ask("/v1/completions", {"prompt": "abc", "n": 2})
         assert status == 429 and int(headers["retry-after"]) >= 1
-        assert reply["error"]["message"] == "3 requests may be open, and 2 are" and reply["error"]["type"] == "rate_limit_error"
+        assert reply["error"]["message"] == "2 requests are open and 2 asked for; the limit is 3"
+        assert reply["error"]["type"] == "rate_limit_error"
         server.model.gate.set()
         assert json.loads(waiting.getresponse().read())["usage"]["completion_tokens"] == 8
         server.until_free()

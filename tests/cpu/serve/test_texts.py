@@ -247,7 +247,7 @@ def test_a_classifier(served: SimpleNamespace) -> None:
     [
         ("embeddings", {}, 400, "input", "input: expected a string, a list of tokens, or a list of these"),
         ("embeddings", {"input": ["a", 5]}, 400, "input", "input: expected a string, a list of tokens, or a list of these"),
-        ("embeddings", {"input": ["a"] * 2049}, 400, "input", "input: 2049 texts; at most 2048 may be"),
+        ("embeddings", {"input": ["a"] * 2049}, 400, "input", "input: 2049 texts; at most 2048 are allowed"),
         ("embeddings", {"input": [99]}, 400, "input", "input: expected tokens from 0 to 9"),
         ("embeddings", {"input": ""}, 400, "input", "input: a text without a token"),
         ("embeddings", {"input": "a " * 9}, 400, "input", "input: 9 tokens, and the model takes 8 tokens; `truncate` cuts"),

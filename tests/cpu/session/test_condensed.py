@@ -118,5 +118,5 @@ def test_parts_that_do_not_fit_are_refused(bundle: Path, tmp_path: Path) -> None
 
 
 def test_a_part_that_is_missing_is_refused(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(cgcompile.BuildError, match=r"'-/output/0': a part of what takes its place is missing"):
+    with pytest.raises(cgcompile.BuildError, match=r"'-/output/0': a part of its condensed form is missing"):
         changed(bundle, tmp_path, lambda tensors: tensors.pop("-/output/0.hashes") and None)

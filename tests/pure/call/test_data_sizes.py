@@ -96,7 +96,7 @@ def test_the_manifest_says_so_only_where_there_are_any() -> None:
     ("changes", "match"),
     [
         ({"data_sizes": SIZES[::-1]}, "not ascending"),
-        ({"data_sizes": (SIZES[0], SIZES[0])}, "an axis stands twice"),
+        ({"data_sizes": (SIZES[0], SIZES[0])}, "an axis occurs twice"),
         ({"data_sizes": (replace(SIZES[0], count=2),)}, "not the last outputs"),
         ({"data_sizes": (replace(SIZES[0], count=4),)}, "not the last outputs"),
         ({"data_sizes": (replace(SIZES[0], output=3),)}, "no such axis"),

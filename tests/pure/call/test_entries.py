@@ -182,7 +182,7 @@ def test_two_entries_are_sound() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("prefill", r"entries\[1\].name: 'prefill' stands twice"),
+        ("prefill", r"entries\[1\].name: 'prefill' occurs twice"),
         ("de code", r"entries\[1\].name: 'de code' is no name"),
         (FORWARD, r"entries\[1\].name: 'forward' is not the first entry"),
     ],

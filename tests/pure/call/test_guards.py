@@ -52,8 +52,8 @@ def test_a_fixed_axis_names_the_axis_and_both_sizes() -> None:
 
 
 def test_a_size_that_no_dimension_gives_names_the_rule_and_the_size() -> None:
-    assert refused(((8, 32), (8, 64), ()), "input-shape") == "input 'mask', axis 1: expected 2*seq+1, which no seq makes 64"
-    assert refused(((8, 32), (8, 0), ()), "input-shape") == "input 'mask', axis 1: expected 2*seq+1, which no seq makes 0"
+    assert refused(((8, 32), (8, 64), ()), "input-shape") == "input 'mask', axis 1: expected 2*seq+1, but no value of seq gives 64"
+    assert refused(((8, 32), (8, 0), ()), "input-shape") == "input 'mask', axis 1: expected 2*seq+1, but no value of seq gives 0"
 
 
 def test_inputs_that_disagree_name_both_and_both_sizes() -> None:

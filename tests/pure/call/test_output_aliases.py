@@ -323,7 +323,7 @@ def test_ordinary_looks_are_found(take: Any) -> None:
     ("change", "words"),
     [
         ({"output": 9}, r"aliases\[4\].output: no output 9"),
-        ({"index": 3}, r"aliases\[4\].index: that weight lies elsewhere"),
+        ({"index": 3}, r"aliases\[4\].index: that weight is in another memory"),
         ({"memory": "arena"}, r"aliases\[4\].memory: expected one of inputs"),
         ({"memory": "outputs", "index": 1}, r"aliases\[4\].index: an output that is an alias itself"),
         ({"memory": "inputs", "index": 3}, r"aliases\[4\].index: no number 3 of the inputs"),

@@ -84,9 +84,9 @@ def test_a_call_cut_into_recorded_sizes_is_not_exact() -> None:
 def test_a_size_below_a_rules_offset_is_no_size() -> None:
     for size, length in ((1, 0), (2, 1), (9, 8)):
         assert guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", "n", 1))], []).entries[0], ((size,),)) == (length,)
-    with raises("input-shape", match=r"input 'x', axis 0: expected n\+1, which no n makes 0"):
+    with raises("input-shape", match=r"input 'x', axis 0: expected n\+1, but no value of n gives 0"):
         guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", "n", 1))], []).entries[0], ((0,),))
-    with raises("input-shape", match="which no n makes 2"):
+    with raises("input-shape", match="but no value of n gives 2"):
         guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", ("*", "n", 3), 5))], []).entries[0], ((2,),))
 
 

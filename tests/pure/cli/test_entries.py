@@ -40,6 +40,13 @@ def test_json_says_the_same_of_every_entry() -> None:
     assert plain["int_keys"] == rows["forward"]["int_keys"] == [[1], [4]]
 
 
+def test_an_equal_assignment_is_printed_once() -> None:
+    manifest = archive.Archive(str(GOLDEN / "v1/cpu_records.cgb")).manifest
+    lines = summary.load_lines("x.cgb", manifest, manifest.entries * 2)
+    call = "result = program(batch, shift=shift)"
+    assert lines[2:] == ["batch = {'x': batch_x, 'scale': 2.0}", call, call]
+
+
 @pytest.mark.parametrize(
     ("key", "label"), [("fill:2", "fill: rows=2"), ("empty:-", "empty"), ("4", "batch=4"), ("forward:4", "batch=4")]
 )

@@ -290,7 +290,7 @@ def of_engine(**changes: Any) -> Callable[[Manifest], Manifest]:
 BROKEN = [
     (of_engine(graphs=lambda old: (replace(old[0], key="[[1]]"), old[1])), r"engine.graphs\[0\].key: '\[\[1\]\]' is no key"),
     (of_engine(graphs=lambda old: (replace(old[0], key=" 8"), old[1])), r"engine.graphs\[0\].key: ' 8' is no key"),
-    (of_engine(graphs=lambda old: (old[0], replace(old[1], key=old[0].key))), "engine.graphs: a key stands twice"),
+    (of_engine(graphs=lambda old: (old[0], replace(old[1], key=old[0].key))), "engine.graphs: a key occurs twice"),
     (of_engine(graphs=lambda old: ()), "engine.graphs: 0 of them"),
     (of_engine(spans=lambda old: (replace(old[0], alignment=24), old[1])), r"engine.spans\[0\].alignment: 24"),
     (of_engine(spans=lambda old: (old[0], replace(old[1], offset=512))), r"engine.spans\[1\]: does not begin behind"),
@@ -298,10 +298,10 @@ BROKEN = [
     (of_engine(tensors=lambda old: (*old[:2], replace(old[2], offset=1024), old[3])), r"engine.tensors\[2\]: 512 bytes at 1024 of"),
     (of_engine(tensors=lambda old: (*old[:3], replace(old[3], offset=rows.ARENA))), r"engine.tensors\[3\]: 256 bytes at 4096 of"),
     (of_engine(tensors=lambda old: (*old[:3], replace(old[3], strides=(-1, 1)))), r"engine.tensors\[3\]: shape"),
-    (of_engine(tensors=lambda old: (*old[:3], replace(old[3], name="x"))), "engine.tensors: a name stands twice"),
-    (lambda old: replace(old, entries=rows.manifest().entries), "entries: of a bundle of an engine's graphs"),
-    (lambda old: replace(old, random=0), "random: of a bundle of an engine's graphs"),
-    (lambda old: replace(old, weights=(replace(old.weights[0], computed=False),)), "weights: of a bundle of an engine's graphs"),
+    (of_engine(tensors=lambda old: (*old[:3], replace(old[3], name="x"))), "engine.tensors: a name occurs twice"),
+    (lambda old: replace(old, entries=rows.manifest().entries), "entries: must be empty in a bundle of an engine's graphs"),
+    (lambda old: replace(old, random=0), "random: must be empty in a bundle of an engine's graphs"),
+    (lambda old: replace(old, weights=(replace(old.weights[0], computed=False),)), "weights: must all be computed"),
     (lambda old: replace(old, memories=old.memories[:2]), "memories: of an engine's graphs"),
 ]
 

@@ -55,8 +55,8 @@ def test_one_manifest_is_no_variant() -> None:
     ("rests", "message"),
     [
         ([], "expected a list of 2 to 32"), ([{}], "expected a list of 2 to 32"), ({}, "expected a list"),
-        ([{}] * (limits.VARIANTS + 1), "expected a list of 2 to 32"), ([{}, 7], r"variants\[1\]: is neither"),
-        ([{}, {"entries": []}], r"variants\[1\]\.entries: is neither an object nor a list"),
+        ([{}] * (limits.VARIANTS + 1), "expected a list of 2 to 32"), ([{}, 7], r"variants\[1\]: must be an object"),
+        ([{}, {"entries": []}], r"variants\[1\]\.entries: must be an object, or a list as long"),
         ([{}, {"name": "x"}], r"variants\[1\]\.name"),
     ],
 )  # fmt: skip

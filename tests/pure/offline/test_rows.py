@@ -475,7 +475,7 @@ def test_a_layout_is_read_in_the_parameters_order() -> None:
         (parameter(0, 0, 8), "end at byte 8, the kernel says 0"),
         (parameter(0, 0, 8) + total(12), "end at byte 8, the kernel says 12"),
         (parameter(1, 0, 8) + total(8), r"the parameters \[1\] are not numbered from 0"),
-        (parameter(0, 0, 8) * 2 + total(8), "parameter 0 stands twice"),
+        (parameter(0, 0, 8) * 2 + total(8), "parameter 0 occurs twice"),
         (parameter(0, 0, 8) + parameter(1, 4, 8) + total(12), "parameter 1 has 8 bytes at 4, expected some from byte 8 on"),
         (parameter(0, 0, 0) + total(0), "parameter 0 has 0 bytes"),
         (struct.pack("<BBHI", 4, 0x17, 4, 0), "a record of 4 bytes, expected 12"),

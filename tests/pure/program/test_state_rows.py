@@ -162,14 +162,14 @@ def number(manifest: Manifest, name: str) -> int:
     ("change", "said"),
     [
         (lambda base: dimension(base, name=""), "state_dimensions: unnamed"),
-        (lambda base: replace(base, state_dimensions=base.state_dimensions * 2), "state_dimensions: unnamed, or one stands twice"),
+        (lambda base: replace(base, state_dimensions=base.state_dimensions * 2), "state_dimensions: unnamed, or one occurs twice"),
         (lambda base: dimension(base, weights=()), r"state_dimensions\[0\]: is of weights that are no state"),
         (lambda base: dimension(base, weights=(0,)), r"state_dimensions\[0\]: is of weights that are no state"),
         (lambda base: dimension(base, weights=(99,)), r"state_dimensions\[0\]: is of weights that are no state"),
         (lambda base: dimension(base, count=99), r"state_dimensions\[0\]: is of weights that are no state"),
         (lambda base: dimension(base, weights=base.state_dimensions[0].weights[::-1]), "weights: not ascending"),
-        (lambda base: dimension(base, weights=(number(base, "random"),)), "weights: one has a number of rows already, or is one"),
-        (lambda base: dimension(base, count=base.state_dimensions[0].weights[0]), "weights: one has a number of rows"),
+        (lambda base: dimension(base, weights=(number(base, "random"),)), "or is a count or random state"),
+        (lambda base: dimension(base, count=base.state_dimensions[0].weights[0]), "weights: one belongs to two dimensions"),
         (lambda base: dimension(base, count=number(base, "random")), "count: 'random' is no number of rows"),
         (lambda base: dimension(base, most=LEAST - 1), r"state_dimensions\[0\].most: 3, and there are 4 rows at least"),
         (lambda base: dimension(base, most=STATE_ROWS + 1), r"state_dimensions\[0\].most"),
@@ -189,7 +189,7 @@ def number(manifest: Manifest, name: str) -> int:
             ),)),
             r"entries\[0\].programs\[0\].values: one lies in state that has any number of rows",
         ),
-        (lambda base: replace(base, world=World(rank=0, size=2, stride=2 << 20, status=0, limit=8)), "world: of a model whose"),
+        (lambda base: replace(base, world=World(rank=0, size=2, stride=2 << 20, status=0, limit=8)), "world: must be absent"),
     ],
 )  # fmt: skip
 def test_what_a_manifest_may_not_say(bundle: tuple[Manifest, Path], change: Callable[[Manifest], Manifest], said: str) -> None:

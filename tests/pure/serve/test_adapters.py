@@ -101,10 +101,10 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
         ({"lora_alpha": None}, "lora_alpha: expected a number"),
         ({"peft_type": "IA3"}, "expected peft_type LORA"),
         ({"bias": "all"}, "bias 'all'; adapters with biases are not served"),
-        ({"use_dora": True}, "use_dora: adapters with it are not served"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save: adapters with it are not served"),
-        ({"rank_pattern": {"q_proj": 1}}, "rank_pattern: adapters with it are not served"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens: adapters with it are not served"),
+        ({"use_dora": True}, "adapters with the option use_dora are not supported"),
+        ({"modules_to_save": ["lm_head"]}, "adapters with the option modules_to_save are not supported"),
+        ({"rank_pattern": {"q_proj": 1}}, "adapters with the option rank_pattern are not supported"),
+        ({"alora_invocation_tokens": [1]}, "adapters with the option alora_invocation_tokens are not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' changes the base model, too; convert it with PEFT first"),
     ],
 )  # fmt: skip
@@ -121,7 +121,7 @@ def test_configurations_that_are_refused(tmp_path: Path, bank: Bank, config: dic
     [
         ({"base_model.model.lm_head.lora_A.weight": ("F32", (2, 3), [0.0] * 6)}, "the bundle has no adapters for lm_head"),
         ({f"{LAYER}.lora_magnitude_vector": ("F32", (2,), [0.0] * 2)}, "lora_magnitude_vector is no factor of a linear layer"),
-        ({f"{LAYER}.lora_A.weight": None}, "lora_A.weight is missing, and its other factor is there"),
+        ({f"{LAYER}.lora_A.weight": None}, "lora_A.weight is missing, but the other factor of its layer exists"),
         ({f"{LAYER}.lora_B.weight": ("F32", (3, 2), [0.0] * 6)}, r"has the shape \[3, 2\], expected \[2, 2\]"),
     ],
 )

@@ -379,9 +379,9 @@ def test_a_loop_takes_no_pages_from_others(scheduling: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "most", "stops", "said"),
     [
-        (0, 1, 0, "a request needs a token to begin with and one to make"),
-        (3, 0, 0, "a request needs a token to begin with and one to make"),
-        (30, 3, 0, "33 tokens, with those to make; the bundle was built for 32"),
+        (0, 1, 0, "a request needs at least one prompt token and max_tokens of at least 1"),
+        (3, 0, 0, "a request needs at least one prompt token and max_tokens of at least 1"),
+        (30, 3, 0, "prompt and max_tokens are 33 tokens together; the bundle was built for 32"),
         (3, 3, 9, "9 stop tokens; a request may have 8"),
     ],
 )
@@ -422,7 +422,7 @@ def test_a_pool_gives_a_number_to_one_owner() -> None:
     assert pool.free == 2 and 0 not in mine
     order.shuffle(mine)
     pool.give_back(mine)
-    with pytest.raises(ValueError, match="is nobody's"):
+    with pytest.raises(ValueError, match="is not allocated"):
         pool.give_back(mine[:1])
     assert sorted(pool.take(5)) == [1, 2, 3, 4, 5]
 

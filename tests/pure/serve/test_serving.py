@@ -74,7 +74,7 @@ def test_where_a_tokenizer_lies(tmp_path: Path) -> None:
 def test_a_budget_of_memory() -> None:
     budget = MemoryBudget(10)
     budget.take(6)
-    with pytest.raises(Refused, match="it takes 0.0 MiB; of the 0.0 MiB that are allowed 0.0 MiB are left") as caught:
+    with pytest.raises(Refused, match="the bundle needs 0.0 MiB; 0.0 MiB of --memory 0.0 MiB are free") as caught:
         budget.take(5)
     assert caught.value.memory
     budget.give_back(6)

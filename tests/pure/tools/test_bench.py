@@ -283,7 +283,7 @@ GPU = replace(
 def test_a_gpus_tables_say_its_time_the_cpus_and_its_memory(call: Any) -> None:
     text = call(GPU, "--quiet").stdout
     assert "machine   NVIDIA H200, CUDA driver 13.0; a processor, 2 cores" in text
-    assert text.index("call on the GPU") < text.index("dispatch: what a call keeps the CPU")
+    assert text.index("call on the GPU") < text.index("dispatch: CPU time of a call")
     assert re.search(r"GPU, beside the context +resident", text) and re.search(r"manual +3.00 +3.0 MiB +1.0 MiB", text)
     assert max(map(len, text.splitlines())) <= 80
 

@@ -223,14 +223,14 @@ def test_the_folder_of_leftovers_is_no_link(left: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     left.symlink_to(victim)
-    with raises("output-unwritable", match="is not this user's folder"):
+    with raises("output-unwritable", match="it is a link or a file, or other users have access to it"):
         pull("memory://far/m.cgb", tmp_path / "back.cgb")
     assert not list(victim.iterdir())
 
 
 def test_nobody_elses_leftovers_are_taken(left: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: left.stat().st_uid + 1)
-    with raises("output-unwritable", match="is not this user's folder"):
+    with raises("output-unwritable", match="it is a link or a file, or other users have access to it"):
         pull("memory://far/m.cgb", tmp_path / "back.cgb")
 
 
@@ -242,7 +242,7 @@ def test_leftovers_that_others_could_reach_are_not_taken(left: Path, tmp_path: P
         file.unlink()
         file.symlink_to(victim)
     left.chmod(mode)
-    with raises("output-unwritable", match="is not this user's folder alone"):
+    with raises("output-unwritable", match="it is a link or a file, or other users have access to it"):
         pull("memory://far/m.cgb", tmp_path / "back.cgb")
     assert victim.read_bytes() == b"mine" and not (tmp_path / "back.cgb").exists()
 

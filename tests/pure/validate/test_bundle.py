@@ -148,7 +148,7 @@ DIMENSION = manifest().entries[0].dimensions[0]
 
 BROKEN: list[tuple[str, Change, str, str]] = [
     # dimensions
-    ("a dimension twice", put(dimensions=(DIMENSION, DIMENSION)), "dimensions", "a name stands twice"),
+    ("a dimension twice", put(dimensions=(DIMENSION, DIMENSION)), "dimensions", "a name occurs twice"),
     ("a dimension with no name", put_row("dimensions", 0, name="two words"), "dimensions[0].name", "'two words' is no name"),
     ("a dimension without sizes", put_row("dimensions", 0, sizes=()), "dimensions[0].sizes", "no size"),
     ("sizes that fall", put_row("dimensions", 0, sizes=(4, 1)), "dimensions[0].sizes", "not ascending"),
@@ -157,7 +157,7 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ("an unknown padding", put_row("dimensions", 0, pad="maybe"), "dimensions[0].pad", "expected one of rows, zeros, no"),
     ("a dimension of no input", put_row("inputs", 0, shape=(4, 3)), "dimensions", "batch is the size of no input's axis"),
     # signature
-    ("an input twice", put(inputs=(X, X)), "inputs", "a name stands twice"),
+    ("an input twice", put(inputs=(X, X)), "inputs", "a name occurs twice"),
     ("an unknown dtype", put_row("inputs", 0, dtype="float33"), "inputs[0].dtype", "expected one of float64"),
     ("an order of other axes", put_row("inputs", 0, order=(0, 2)), "inputs[0].order", "is not an order of the axes"),
     ("an order of too few axes", put_row("outputs", 0, order=(0,)), "outputs[0].order", "is not an order of the axes"),
@@ -205,7 +205,7 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ("an unknown memory", put(memories=(("weights", 32), ("heap", 1))), "memories", "unknown or double name"),
     ("a memory twice", put(memories=(("weights", 32), ("weights", 32))), "memories", "unknown or double name"),
     ("a memory below nothing", put(memories=(("weights", -1),)), "memories[0][1]", "-1 is below 0"),
-    ("a weight twice", put_row("weights", 1, name="first.weight"), "weights", "a name stands twice"),
+    ("a weight twice", put_row("weights", 1, name="first.weight"), "weights", "a name occurs twice"),
     ("a weight's dtype", put_row("weights", 0, dtype="f32"), "weights[0].dtype", "expected one of float64"),
     ("strides of another rank", put_row("weights", 0, strides=(1,)), "weights[0].strides", "do not match the shape"),
     ("a negative stride", put_row("weights", 0, strides=(3, -1)), "weights[0]", "negative size or stride"),
@@ -240,7 +240,7 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ("a graph region with a file", put_row("regions", 0, kind="graph"), "regions[0].file", "a graph region none"),
     ("a constant of no weight", put_row("regions", 0, constants=(("c", 0), ("d", 3))), "regions[0].constants[1]", "no weight 3"),
     ("a constant below 0", put_row("regions", 0, constants=(("c", -1),)), "regions[0].constants[0]", "no weight -1"),
-    ("a constant twice", put_row("regions", 0, constants=(("c", 0), ("c", 1))), "regions[0].constants", "a name stands twice"),
+    ("a constant twice", put_row("regions", 0, constants=(("c", 0), ("c", 1))), "regions[0].constants", "a name occurs twice"),
     # programs
     (
         "a program missing",
@@ -365,7 +365,7 @@ BROKEN: list[tuple[str, Change, str, str]] = [
         "expected one of refuse, host, note",
     ),
     # files
-    ("a file twice", put(files=(*FILES, FILES[0])), "files", "a path stands twice"),
+    ("a file twice", put(files=(*FILES, FILES[0])), "files", "a path occurs twice"),
     ("a file below nothing", put_row("files", 0, bytes=-1), "files[0].bytes", "-1 is below 0"),
     ("a short hash", put_row("files", 0, sha256="ab"), "files[0].sha256", "is no SHA-256"),
     ("a hash in capitals", put_row("files", 0, sha256="AB" * 32), "files[0].sha256", "is no SHA-256"),
@@ -399,7 +399,7 @@ def test_the_inputs_of_a_call_lie_beside_each_other() -> None:
     check_manifest(two_inputs(48))
     reject(two_inputs(44), "programs[1].inputs[1]", "lies over another input of the call")
     reject(two_inputs(0), "programs[0].inputs[1]", "lies over another input of the call")
-    reject(two_inputs(48, inputs=(0, 0)), "programs[0].inputs", "a value stands twice")
+    reject(two_inputs(48, inputs=(0, 0)), "programs[0].inputs", "a value occurs twice")
 
 
 def test_an_input_without_elements_may_lie_anywhere_and_others_in_memory_inputs() -> None:
@@ -457,7 +457,7 @@ def test_every_lowering_is_checked() -> None:
 
 
 BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
-    ("a lowering twice", tried(name="cross-compile"), "programs[1].lowerings", "a name stands twice"),
+    ("a lowering twice", tried(name="cross-compile"), "programs[1].lowerings", "a name occurs twice"),
     ("no lowering chosen", tried(chosen=False), "programs[1].lowerings", "0 are chosen"),
     ("a time too many", tried(microseconds=(1.0, 2.0, 3.0)), "programs[1].lowerings[0].microseconds", "has 2 graph steps"),
     ("no time and no reason", tried(microseconds=()), "programs[1].lowerings[0].microseconds", "0 times"),
@@ -800,5 +800,5 @@ def test_what_is_checked_at_each_level(golden: str, level: str, monkeypatch: pyt
 def test_no_two_entries_have_one_name(tmp_path: Path) -> None:
     manifest = donation_bundles.write(tmp_path / "chained.cgb")
     first, second, *others = manifest.entries
-    with raises("manifest-invalid", match=rf"^entries\[1\]\.name: '{first.name}' stands twice"):
+    with raises("manifest-invalid", match=rf"^entries\[1\]\.name: '{first.name}' occurs twice"):
         check_manifest(replace(manifest, entries=(first, replace(second, name=first.name), *others)))

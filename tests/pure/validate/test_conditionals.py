@@ -103,7 +103,7 @@ DEFECTS: dict[str, tuple[Callable[[], Recording], str]] = {
     "the handle elsewhere": (lambda: with_setter(BEFORE_BRANCH, handles=(Handle(at=0, conditional=1),)), "the handle at byte 0"),
     "two handles": (
         lambda: with_setter(BEFORE_BRANCH, handles=(Handle(at=0, conditional=1), Handle(at=8, conditional=1))),
-        "two of one kernel",
+        "a kernel has two handles",
     ),
     "no handle": (lambda: with_setter(BEFORE_BRANCH, handles=()), "sets a condition without a handle"),
     "another kernel": (

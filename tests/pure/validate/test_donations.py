@@ -77,7 +77,7 @@ def test_names_and_numbers(manifest: Manifest, changes: dict[str, Any], match: s
 
 def test_donations_ascend(manifest: Manifest) -> None:
     bad(edited(manifest, donations=DONATIONS[::-1]), "not ascending")
-    bad(edited(manifest, donations=(*DONATIONS, DONATIONS[-1])), "one stands twice")
+    bad(edited(manifest, donations=(*DONATIONS, DONATIONS[-1])), "one occurs twice")
 
 
 def test_dtypes_and_layouts(manifest: Manifest) -> None:

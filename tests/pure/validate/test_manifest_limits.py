@@ -234,7 +234,7 @@ def test_inputs_that_a_call_changes() -> None:
     for places in ((-1,), (3,), (0, 3)):
         reject(written(*places), "mutated_inputs", "no such input")
     for places in ((1, 0), (1, 1)):
-        reject(written(*places), "mutated_inputs", "not ascending, or a position stands twice")
+        reject(written(*places), "mutated_inputs", "not ascending, or a position occurs twice")
     check_manifest(written(pad="rows", chunk=True))
     for pad, chunk in (("rows", False), ("zeros", False), ("no", True)):
         with raises("manifest-invalid", match="calls write to their inputs"):

@@ -119,6 +119,6 @@ def test_a_rank_that_exchanges_other_data_is_refused(
     def listed(manifest: Manifest) -> Manifest:
         return replace(manifest, files=tuple([row if file.path == name else file for file in manifest.files]))
 
-    text = rf"^{RANK}/: int_key \({KEYS[0]},\): {expected[0]} exchanges, rank 0 has 1; they part at number {expected[1]}"
+    text = rf"^{RANK}/: int_key \({KEYS[0]},\): {expected[0]} exchanges, rank 0 has 1; first difference at number {expected[1]}"
     with raises("table-invalid", match=text):
         check_rank(changed(path, listed), 1)

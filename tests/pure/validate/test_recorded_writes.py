@@ -93,7 +93,7 @@ def test_what_nobody_reads_later_may_be_written_over() -> None:
         dead = Program(key=(), values=program.values, inputs=(), outputs=(1,), steps=steps, arena=0, static=0)
         assert not refused(dead)
     given_out = Program(key=(), values=program.values, inputs=(), outputs=(0,), steps=(first, second), arena=0, static=0)
-    assert "a node writes over value 0, which the call gives out" in refused(given_out)
+    assert "a node writes over value 0, which is an output of the call" in refused(given_out)
     consumer = Step(kind="graph", region=0, file="g", inputs=(0,), outputs=(1,))
     used_up = Program(key=(), values=program.values, inputs=(), outputs=(1,), steps=(first, consumer), arena=0, static=0)
     assert not refused(used_up), "the recording may write over what it is the last to read"

@@ -197,7 +197,7 @@ def test_memcpys(changes: dict[str, object], message: str) -> None:
     [
         ((edge(0, 5),), "edges.target: 5 is not below 5"),
         ((edge(9, 0),), "edges.source: 9 is not below 5"),
-        ((edge(0, 1), edge(0, 1)), "one stands twice"),
+        ((edge(0, 1), edge(0, 1)), "one occurs twice"),
         ((edge(0, 1), edge(1, 2), edge(2, 1)), "4 nodes lie on or behind a cycle|nodes lie on or behind a cycle"),
         ((edge(1, 1),), "1 nodes lie on or behind a cycle"),
         ((edge(1, 4, 0, 0, 2),), r"edges\[0\]: type 2"),

@@ -172,7 +172,7 @@ def test_aliases_that_are_not(manifest: Manifest) -> None:
     total, weights = number(manifest, "total"), len(manifest.weights)
     for aliases, words in (
         ([(1, "inputs", 0), (0, "inputs", 0)], "aliases: not ascending"),
-        ([(1, "inputs", 0), (1, "state", total)], "aliases: not ascending, or an output stands twice"),
+        ([(1, "inputs", 0), (1, "state", total)], "aliases: not ascending, or an output occurs twice"),
         ([(0, "arena", 0)], r"aliases\[0\].memory: expected one of inputs"),
         ([(6, "inputs", 0)], r"aliases\[0\].output: no output 6"),
         ([(-1, "inputs", 0)], r"aliases\[0\].output: -1 is below 0"),
@@ -181,8 +181,8 @@ def test_aliases_that_are_not(manifest: Manifest) -> None:
         ([(0, "outputs", 6)], r"aliases\[0\].index: no number 6 of the outputs"),
         ([(0, "weights", weights)], rf"aliases\[0\].index: no number {weights} of the weights"),
         ([(0, "state", -1)], r"aliases\[0\].index: -1 is below 0"),
-        ([(0, "weights", total)], r"aliases\[0\].index: that weight lies elsewhere"),
-        ([(0, "state", 0)], r"aliases\[0\].index: that weight lies elsewhere"),
+        ([(0, "weights", total)], r"aliases\[0\].index: that weight is in another memory"),
+        ([(0, "state", 0)], r"aliases\[0\].index: that weight is in another memory"),
         ([(2, "outputs", 2)], r"aliases\[0\].index: an output that is an alias itself"),
         ([(2, "inputs", 0), (3, "outputs", 2)], r"aliases\[1\].index: an output that is an alias itself"),
     ):  # fmt: skip

@@ -84,7 +84,7 @@ def test_a_gap_between_rows_belongs_to_the_value() -> None:
 def test_an_output_of_the_call_lives_to_the_end() -> None:
     program = replace(chain(), outputs=(1, 6))
     check_lifetimes(program, "p")
-    with raises("manifest-invalid", match=r"p\.steps\[4\]: writes value 6 over value 1, which the call gives out"):
+    with raises("manifest-invalid", match=r"p\.steps\[4\]: writes value 6 over value 1, which is an output of the call"):
         check_lifetimes(moved(program, 6, offset=16), "p")
 
 
