@@ -141,6 +141,7 @@ class CausalLM(nn.Module):
         batch = ids.shape[0]
         tail, states = self._tail(batch, self.turns), self._states(start, slot)
         turns, on_gpu = torch.arange(self.turns, device=ids.device), ids.device.type != "cpu"
+        others, kept = (turns, start, pages, stop, limit, *sampling), len(tail) + len(states)
 
         def unfinished(turn: Tensor, token: Tensor, counts: Tensor, on: Tensor, *_: Tensor) -> Tensor:
             return (turn < self.turns) & on.any()
@@ -153,8 +154,10 @@ class CausalLM(nn.Module):
             tokens: Tensor,
             logprobs: Tensor,
             seen: Tensor,
-            *carried: Tensor,
+            *values: Tensor,
         ) -> tuple[Tensor, ...]:
+            carried, (turns, start, pages, stop, limit, *numbers) = values[:kept], values[kept:]
+            sampling = Sampling(*numbers)
             seen = seen | (torch.arange(self.vocabulary, device=token.device) == token[:, None]) & on[:, None]
             logits, new_carried = self._turn(token[:, None], start, turn, on, pages, carried, on_gpu)
             new = sample(logits, seen, start + turn + 1, sampling)
@@ -172,7 +175,7 @@ class CausalLM(nn.Module):
         zero = torch.zeros_like(start)
         tokens = torch.full((batch, self.turns), -1, dtype=torch.int64, device=ids.device)
         begin = (zero[0].clone(), ids[:, 0].clone(), zero, limit > 0, tokens, tokens * 0.0, self.seen[slot], *tail, *states)
-        _, _, counts, _, tokens, logprobs, seen, *carried = while_loop(unfinished, step, begin)
+        _, _, counts, _, tokens, logprobs, seen, *carried = while_loop(unfinished, step, begin, others, self, self._read_in_loops())
         self._keep(carried, Lanes(start, counts, pages), slot)
         self.seen[slot] = seen & (limit > 0)[:, None]
         return {"tokens": tokens, "logprobs": logprobs, "count": counts} | self._reread(start + counts)
@@ -184,6 +187,11 @@ class CausalLM(nn.Module):
     def _cache(self) -> tuple[list[Tensor], list[Tensor]]:
         keys, values = [[self.get_buffer(f"{name}_{layer}") for layer in range(len(self.layers))] for name in ("keys", "values")]
         return keys, values
+
+    def _read_in_loops(self) -> dict[str, Tensor]:
+        """Returns the parameters and buffers that a token needs: those of the network, keys and values."""
+        tensors = dict(self.named_parameters()) | dict(self.named_buffers())
+        return {name: tensor for name, tensor in tensors.items() if name.startswith(("network.", "keys_", "values_"))}
 
     def _tail(self, batch: int, turns: int) -> list[Tensor]:
         """Returns zeros for the keys and values of `turns` tokens of every lane, layer by layer."""
@@ -216,7 +224,7 @@ class CausalLM(nn.Module):
         tokens = Loop(*self._cache(), self.layers, tail, pages, start, turn, on_gpu)
         places = torch.where(on, start + turn, 0)[:, None]
         if not self.kept.by_lane:
-            return self.logits(ids, places, tokens, torch.arange(len(ids), device=ids.device)), tokens.tail
+            return self.logits(ids, places, tokens, torch.arange(ids.shape[0], device=ids.device)), tokens.tail
         cache = LaneCache(tokens, self.kept, states)
         logits = self.lane_logits(ids, places, cache, None)
         # torch 2.11 refuses a loop that returns an operand unchanged, as a layer without attention does
@@ -241,18 +249,21 @@ class CausalLM(nn.Module):
     def _read_one_by_one(self, ids: Tensor, lanes: Lanes, slot: Tensor, states: Sequence[Tensor]) -> Tensor:
         (batch, seq), on_gpu = ids.shape, ids.device.type != "cpu"
 
-        def unfinished(turn: Tensor, *_: Tensor) -> Tensor:
-            return turn < lanes.count.max()
+        def unfinished(turn: Tensor, *values: Tensor) -> Tensor:
+            *_, count, _pages = values
+            return turn < count.max()
 
-        def step(turn: Tensor, logits: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
-            on = turn < lanes.count
+        def step(turn: Tensor, logits: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+            *carried, ids, start, count, pages = values
+            on = turn < count
             token = ids.index_select(1, turn.view(1))
-            new, new_carried = self._turn(token, lanes.start, turn, on, lanes.pages, carried, on_gpu)
+            new, new_carried = self._turn(token, start, turn, on, pages, carried, on_gpu)
             return turn + 1, torch.where(on[:, None], new, logits), *new_carried
 
         logits = torch.zeros(batch, self.vocabulary, device=ids.device)
         begin = (torch.zeros_like(lanes.start[0]), logits, *self._tail(batch, seq), *states)
-        _, logits, *carried = while_loop(unfinished, step, begin)
+        others = (ids, lanes.start, lanes.count, lanes.pages)
+        _, logits, *carried = while_loop(unfinished, step, begin, others, self, self._read_in_loops())
         self._keep(carried, lanes, slot)
         return logits
 

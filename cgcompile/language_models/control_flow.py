@@ -1,18 +1,19 @@
 """Branches and loops in exported programs.  Eager PyTorch runs them as Python code, because torch.cond and torch.while_loop would
 compile their functions at every call.
 
-During an export, torch.cond and torch.while_loop trace their functions with Dynamo.  It finds the tensors that they read from
-enclosing functions.  Functions that read only their arguments do not need this, and tracing without Dynamo takes a third of the
-time.
+During an export, torch.cond and torch.while_loop trace their functions with Dynamo, which finds the tensors that they read from
+enclosing functions.  Here these tensors are passed as arguments, because tracing without Dynamo takes a third of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 Outputs: TypeAlias = Tensor | tuple[Tensor, ...]
 
@@ -27,22 +28,47 @@ def cond(condition: Tensor, true: Callable[..., Outputs], false: Callable[..., O
     return (true if condition else false)(*operands)
 
 
-def closed_while_loop(
-    condition: Callable[..., Tensor], body: Callable[..., Any], carried: tuple[Tensor, ...], others: tuple[Tensor, ...]
+def while_loop(
+    condition: Callable[..., Tensor],
+    body: Callable[..., Any],
+    carried: tuple[Tensor, ...],
+    others: tuple[Tensor, ...],
+    model: nn.Module | None = None,
+    reads: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Tensor, ...]:
-    """Does what `torch.while_loop` does, for functions that read only their arguments: the carried tensors, then `others`."""
-    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
-        return torch.ops.higher_order.while_loop(condition, body, carried, others)
-    return while_loop(lambda *values: condition(*values, *others), lambda *values: body(*values, *others), carried)
+    """Does what `torch.while_loop` does.  `condition` and `body` get the carried tensors, then `others`.
 
-
-def while_loop(condition: Callable[..., Tensor], body: Callable[..., Any], carried: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Does what `torch.while_loop` does, also for functions that read other tensors."""
+    The body may also read the parameters and buffers `reads` of `model`, by name.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return torch.while_loop(lambda *values: condition(*values, *others), lambda *values: body(*values, *others), carried)
     if torch.compiler.is_compiling():
-        return torch.while_loop(condition, body, carried)
-    while condition(*carried):
-        carried = body(*carried)
+        count = len(carried) + len(others)
+
+        def unfinished(*values: Tensor) -> Tensor:
+            return condition(*values[:count])
+
+        def step(*values: Tensor) -> Any:
+            if model is None:
+                return body(*values)
+            tensors = {f"model.{name}": tensor for name, tensor in zip(reads, values[count:], strict=True)}
+            return functional_call(_Body(model, body), tensors, values[:count])
+
+        return torch.ops.higher_order.while_loop(unfinished, step, carried, (*others, *reads.values()))
+    while condition(*carried, *others):
+        carried = body(*carried, *others)
     return carried
+
+
+class _Body(nn.Module):
+    """A function as a module, so that `functional_call` can replace the tensors of the model that the function reads."""
+
+    def __init__(self, model: nn.Module, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.body = model, body
+
+    def forward(self, *values: Tensor) -> Any:
+        return self.body(*values)
 
 
 def _with_tuple(function: Callable[..., Outputs]) -> Callable[..., tuple[Tensor, ...]]:

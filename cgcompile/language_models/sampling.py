@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .control_flow import closed_while_loop, cond
+from .control_flow import cond, while_loop
 
 ALTERNATIVES = 20
 """Number of likeliest tokens that are returned with their log-probabilities: OpenAI's maximum of `top_logprobs`."""
@@ -122,7 +122,7 @@ def largest(order: Tensor, weight: Tensor, least: Tensor) -> Tensor:
         return torch.where(enough, middle, low), torch.where(enough, high, middle)
 
     above = order.amax(-1) + 1
-    return closed_while_loop(more, halve, (torch.full_like(above, -(1 << 31)), above), (order, weight, least))[0]
+    return while_loop(more, halve, (torch.full_like(above, -(1 << 31)), above), (order, weight, least))[0]
 
 
 def exponential(seed: Tensor, place: Tensor, count: int) -> Tensor:
