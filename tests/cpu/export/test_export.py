@@ -465,14 +465,14 @@ class SavedFile:
 NO_SOURCE = {
     "without_examples": (
         "was saved without its example inputs",
-        "give what torch.export.save(",
+        "give the unchanged file that torch.export.save(",
     ),
     "misnamed": ("expected 2 different names", "in the order of the inputs' shapes: torch.export.save(program, path, extra_files="),
     "of_torch_save": ("a file of torch.save is not an exported program", "write a model.py whose model() loads it, or"),
     "of_jit_save": ("a file of torch.jit.save is not an exported program", "write a model.py whose model() loads it, or"),
-    "junk": ("not a zip archive", "give what torch.export.save("),
-    "empty": ("an empty file", "give what torch.export.save("),
-    "other_archive": ("a zip archive without an exported program", "give what torch.export.save("),
+    "junk": ("not a zip archive", "give the unchanged file that torch.export.save("),
+    "empty": ("an empty file", "give the unchanged file that torch.export.save("),
+    "other_archive": ("a zip archive without an exported program", "give the unchanged file that torch.export.save("),
     "damaged": ("failed locating file archive_format", "the file is damaged, or of another version of torch than 2."),
 }
 
