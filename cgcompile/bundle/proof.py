@@ -30,10 +30,7 @@ REPORT = "nothing was published; please report this model"
 
 STANDALONE = f"{REPORT}; without --standalone torch's own code runs"
 
-TURNED = (
-    "no choice among floats that are equal within tolerance explains it: return the floats that it follows from, "
-    f"or allow it with --allow {WAIVER}"
-)
+TURNED = f"near ties do not explain the difference: return the floats from which it is computed, or allow it with --allow {WAIVER}"
 
 
 def accepted(
@@ -111,7 +108,7 @@ def replay(
         rows: list[dict[str, Any]] = answer["results"]
         for row in answer.get("donations", ()):
             if not row["passed"]:
-                text = f"{row['title']}: an output that is taken where it lies gives something else than its copy: {row['text']}"
+                text = f"{row['title']}: a call on the donated output differs from a call on its copy: {row['text']}"
                 raise BuildError("proof-failed", text, REPORT)
         self_tests, remarks, chosen = [], [], {}
         for number, (entry, entry_bounds) in enumerate(zip(manifest.entries, bounds, strict=True)):
@@ -200,9 +197,11 @@ def mismatches(manifest: Manifest, entry: EntrySpec) -> tuple[Finding, ...]:
         differs = max([proof.errors[index] for proof in entry.self_test.proofs if proof.errors], default=0.0)
         if differs:
             rule, message = WAIVER, f"{tensor.title}: up to {differs:.1%} of the values differ from eager PyTorch's"
-            effect, fix = "where floats are nearly equal, rounding decides otherwise", "return the floats that they follow from"
+            effect = "where floats are nearly equal, rounding can change the result"
+            fix = "return the floats from which they are computed"
         else:
-            rule, message = NEAR_TIES, f"{tensor.title}: up to {bound:.1%} of the indices have another one that is as good"
+            rule = NEAR_TIES
+            message = f"{tensor.title}: up to {bound:.1%} of the indices could be replaced by an equally good index"
             effect, fix = "on another processor rounding may select that one, and `verify --run` allows it", ""
         findings.append(Finding(rule=rule, severity="note", message=message, effect=effect, fix=fix))
     return tuple(findings)

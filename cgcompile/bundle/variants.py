@@ -94,7 +94,7 @@ def _shared_weights(
                     raise BuildError(
                         "variants-differ",
                         f"weight {name!r} has other values for {variant_name(manifest.target)} than for "
-                        f"{variant_name(manifests[0].target)}: every variant is built from a model of its own",
+                        f"{variant_name(manifests[0].target)}: model() is called once for each variant",
                         "let model() give the same weights every time: load them from a file, or seed what draws them",
                     )
                 names[name] = f"{variant_name(manifest.target)}.{name}"
@@ -115,10 +115,11 @@ def _write_self_test(manifests: Sequence[Manifest], files: Sequence[_Files], out
         tensors = _numbered(variant_files, variant_positions)
         other = next((name for name in first if name not in tensors or not _same(first[name], tensors[name])), None)
         if other is not None or first.keys() != tensors.keys():
+            what = f"other values of {other}" if other in tensors else "other tensors"
             raise BuildError(
                 "variants-differ",
-                f"the self-test of {variant_name(manifest.target)} expects {other or 'other tensors'} otherwise than that of "
-                f"{variant_name(manifests[0].target)}: it holds what was recorded on a GPU, or indices that are as good",
+                f"the self-test of {variant_name(manifest.target)} has {what} than that of {variant_name(manifests[0].target)}: "
+                "the results were recorded on a GPU, or other equally good indices were selected",
                 f"build {variant_name(manifest.target)} as a bundle of its own, or with --record cross-compile",
             )
     with open(out / file_names.SELF_TEST, "wb") as file:

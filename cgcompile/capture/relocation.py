@@ -133,8 +133,8 @@ def check_rows(graph: RawGraph, blocks: Mapping[int, Classified], state: Collect
         if any(target.range in state and target.offset >= begin for _, target in block.relocations):
             for number, (offset, size) in enumerate(kernel.params):
                 if any(at < offset + size and offset < at + length for at, length in block.undefined):
-                    text = f"{node_name(graph, i)}: parameter {number} follows the number of rows of state, which a load chooses"
-                    raise ModelError("state-refused", text)
+                    text = f"parameter {number} may depend on the number of rows of state, which is chosen at load"
+                    raise ModelError("state-refused", f"{node_name(graph, i)}: {text}")
 
 
 def place_of(mine: Word, theirs: Word, paired: PairedRanges, where: str) -> Reading:

@@ -57,7 +57,7 @@ def _reason(node: Node, *, nested: bool) -> str:
     """Returns why a bundle does not support a collective, or ""."""
     name = node.target.name().partition("::")[2].partition(".")[0]
     if node.target.namespace != "_c10d_functional" or name not in KNOWN:
-        return "no kernel of ours does that"
+        return "cgcompile has no kernel for it"
     if nested:
         return "in a branch or a loop, which ranks may leave at different times"
     group_position = KNOWN[name]
@@ -66,7 +66,7 @@ def _reason(node: Node, *, nested: bool) -> str:
     if not torch.distributed.is_initialized():
         return "the model is built for one device"
     if node.args[group_position] != torch.distributed.group.WORLD.group_name:
-        return "over a part of the ranks"
+        return "its process group is not group.WORLD"
     if name in REDUCED:
         if node.args[REDUCED[name]] != "sum":
             return f"{node.args[REDUCED[name]]!r} is no sum"

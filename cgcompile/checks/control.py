@@ -55,7 +55,8 @@ def with_moved_control_flow(findings: Sequence[Finding], placed: Collection[str]
         name = finding.message.rpartition(" ")[2]
         cause = inner_causes.get(finding.node)
         cause_text = ", ".join(filter(None, [cause.rule, cause.where])) if cause else ""
-        why = f"an operation inside it runs on the host ({cause_text})" if cause_text else "it is tied to an operation on the host"
+        alone = "it must be in one region with an operation on the host"
+        why = f"an operation inside it runs on the host ({cause_text})" if cause_text else alone
         return replace(
             finding,
             severity=HOST,

@@ -96,13 +96,13 @@ def incompatible_operator(context: RuleContext) -> Iterable[Finding]:
         if context.target == "cuda" and (other := SYNCHRONIZING.get(str(node.target))) is not None:
             yield finding(
                 "incompatible-operator", REFUSE, f"{operator(node)} waits for the GPU to say whether it failed", node,
-                "it cannot be captured, and a region of the host cannot call it",
+                "it cannot be captured, and a host region cannot call it",
                 f"{other}(...) computes the same and does not wait" if other else "compute it outside, pass it as an input", top,
             )  # fmt: skip
         if str(node.target) in INCOMPATIBLE:
             yield finding(
                 "incompatible-operator", HOST, f"{operator(node)} cannot be captured: PyTorch lists it", node, context.effect(top),
-                "convert the model for inference: observers go away; pad instead of jagged tensors", top,
+                "convert the model for inference, which removes the observers; pad instead of jagged tensors", top,
             )  # fmt: skip
 
 
@@ -219,7 +219,8 @@ def quantized_weights(context: RuleContext) -> Iterable[Finding]:
         sizes = f"{size(quantization.before)} became {size(quantization.after)}"
         yield finding(
             "quantized-weights", NOTE, f"weights are stored as {quantization.stored}: {sizes}; {quantization.error}", None,
-            "the self-test compares with eager PyTorch over these weights", "none needed; leave --weights out for the folder's",
+            "the self-test compares with eager PyTorch over these weights",
+            "none needed; leave --weights out to keep the original weights",
         )  # fmt: skip
 
 

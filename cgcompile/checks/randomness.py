@@ -17,7 +17,7 @@ from ..transforms.rng.recurrent_dropout import RECURRENT
 from ..transforms.rng.rewrite import can_rewrite, drawn, draws, generator_buffers, is_random, supported
 from .context import NOTE, REFUSE, RuleContext, Severity, finding, operator
 
-INSIDE = "inside this operator only a cross-compiled graph can draw"
+INSIDE = "inside this operator, only a cross-compiled graph can draw random numbers"
 """AOTInductor's code for a CPU crashed with a segmentation fault if such an operator drew random numbers (torch 2.13)."""
 
 
@@ -73,7 +73,7 @@ def _obstacle(node: Node, top: str) -> str:
     if top != node.name:
         return INSIDE
     if node.target in supported():
-        return "a bundle has no generator but its own"
+        return "a bundle supports only its own generator"
     return "a bundle has no generator for it, and would repeat the same numbers"
 
 

@@ -10,7 +10,7 @@ from ..transforms.error_bounds import error_bounds
 from ..transforms.prepared import Prepared
 from .context import NOTE, REFUSE, RuleContext, finding
 
-UNUSED = "none: calls with other values gave the same; a bundle does without"
+UNUSED = "none: other values gave the same results; a bundle does not read them"
 
 
 def python_random(context: RuleContext) -> Iterable[Finding]:
@@ -85,8 +85,8 @@ def earlier_calls(context: RuleContext) -> Iterable[Finding]:
     for obstacle in context.obstacles("earlier-calls"):
         yield finding(
             "earlier-calls", REFUSE, obstacle.message, obstacle, "a bundle would have the value of its build in every call",
-            "compute it in every call, or register a buffer for it and write to that; where the first call sets the model up, "
-            "call it once before the build, at the end of model()",
+            "compute it in every call, or register a buffer for it and write to that; if only the first call sets it, "
+            "call the model once before the build, at the end of model()",
         )  # fmt: skip
 
 
@@ -107,5 +107,6 @@ def widened_bound(prepared: Prepared) -> Iterable[Finding]:
             message = f"{bound.title}: compared with eager PyTorch up to {bound.bound:.1e} instead of {bound.widened:.1e}"
             yield finding(
                 "widened-bound", NOTE, message, None,
-                "eager PyTorch differs from itself by a quarter of that: inputs a rounding step off, or a GPU again", "none needed",
+                "two runs of eager PyTorch differ by a quarter of that (inputs changed by a rounding step, or a second GPU run)",
+                "none needed",
             )  # fmt: skip

@@ -134,7 +134,7 @@ def located(place: str) -> Iterator[None]:
             raise
         raise named(error.code, f"{place}{error}", error.hint) from None
     except Exception as error:  # code of the user's class raised it
-        text = f"{place}an object that cannot be looked at: {type(error).__name__}: {first_line(error)}"
+        text = f"{place}an object whose attributes cannot be read: {type(error).__name__}: {first_line(error)}"
         raise ModelError("structure-unsupported", text, TYPES) from error
 
 

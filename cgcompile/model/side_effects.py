@@ -26,7 +26,7 @@ WHILE_FIX = (
 FLAG = re.compile(r"(el)?if (not )?self\.\w+(\.\w+\(\))?:")
 """A source line that tests only an attribute of the model.  If no call writes to it, Python gets its known value."""
 
-FLAG_FIX = "calls change this: where the first call sets the model up, call it once before the build, at the end of model()"
+FLAG_FIX = "a call changes this attribute: if only the first call does, call the model once at the end of model()"
 SIZED = "a number that is read out of a tensor is a size, or a position, in another one"
 SIZE_FIX = (
     "give the number as an argument (batch_size=, dim_size=, size= of graph libraries), take it from the size of an input, or make "

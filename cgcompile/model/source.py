@@ -173,7 +173,7 @@ def _arguments(source: Source, answer: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 def _creator(source: Source) -> str:
     """Returns the name of the function that creates the inputs, for messages."""
-    return "inputs()" if source.entry == FORWARD else f"what makes the inputs of {source.entry!r}"
+    return "inputs()" if source.entry == FORWARD else f"the inputs function of entry {source.entry!r}"
 
 
 def _is_args_kwargs(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

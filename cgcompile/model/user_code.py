@@ -281,7 +281,8 @@ def _hint(error: Exception) -> str:
     if "CUDA" in text_of(error) and not torch.cuda.is_available():
         return "no GPU is here: make tensors on the CPU; the model and its inputs are moved to where they are needed"
     if package := package_of(error):
-        return f"{package} raised this, for what it was given: import the file in Python and call it there, for the whole traceback"
+        cause = f"{package} raised this exception for the arguments of the call"
+        return f"{cause}: import the file in Python and call it there, for the whole traceback"
     return "it is the model's own code that raised this: import the file in Python and call it there, for the whole traceback"
 
 

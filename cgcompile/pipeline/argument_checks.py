@@ -36,7 +36,7 @@ from .destination import check_free, destination_path
 from .folders import check_folder_options, check_weights
 from .records import LanguageOptions, Options, split_targets
 
-NO_PROOF = "--prove none leaves the proof out"
+NO_PROOF = "--prove none skips the proof"
 
 
 def check_build(model: Any, inputs: Any, options: Options) -> None:
@@ -85,8 +85,9 @@ def _check_world(model: Any, options: Options) -> str:
     if options.world not in WORLDS:
         raise BuildError("world-refused", f"world is {options.world}: expected {WORLDS[0]} to {WORLDS[-1]} GPUs")
     if not isinstance(model, str | os.PathLike) or kind_of(os.fspath(model)) == "saved":
-        text = f"world={options.world}: every rank is made in a process of its own, which a module in memory or a .pt2 cannot be"
-        raise BuildError("world-refused", text, "give a model.py or package.module:attribute with model(rank, world)")
+        cause = "each rank is built in its own process, which calls model(): a module in memory and a .pt2 have no such function"
+        hint = "give a model.py or package.module:attribute with model(rank, world)"
+        raise BuildError("world-refused", f"world={options.world}: {cause}", hint)
     if is_cpu(options.target):
         raise BuildError("world-refused", f"world={options.world}: the target {options.target} has one device")
     if options.record == "capture":
@@ -120,7 +121,7 @@ def _check_targets(targets: Sequence[str], options: Options) -> None:
     duplicate = next((name for name in targets if targets.count(name) > 1), None)
     unresolved = next((name for name in targets if name in ("auto", "cuda", "")), None)
     if duplicate is not None or unresolved is not None:
-        cause = f"{duplicate} occurs twice" if duplicate is not None else f"{unresolved or 'nothing'} is no single target"
+        cause = f"{duplicate} is named twice" if duplicate else f"{unresolved or 'an empty name'} does not name one target"
         raise BuildError("target-unavailable", f"target {options.target}: {cause}", "name each one: --target sm_80,sm_90,x86-64-v3")
     if options.world is not None:
         raise BuildError("world-refused", f"world={options.world}: a model over several devices has no variants")

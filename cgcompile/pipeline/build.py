@@ -275,7 +275,7 @@ def _finished(
         except BuildError as refusal:
             if refusal.code != "proof-failed" or spec.standalone is not None or spec.recorder != "host" or sealed.target.torch:
                 raise
-            tell.result(f"again with functions of torch's libraries, for with its own {refusal}")
+            tell.result(f"building again with torch's libraries, because: {refusal}")
             return None
         examined = [
             replace(entry, self_test=self_test, findings=entry_findings)

@@ -131,4 +131,4 @@ def _cause(chain: list[BaseException]) -> str:
         line = first_line(exception)
         if line != "no message" and not CODE.search(line):
             return f"{type(exception).__name__}: {line}" if len(line) < 300 else f"{type(exception).__name__}: {line[:300]}..."
-    return f"{type(chain[-1]).__name__}, without a word that says more"
+    return f"{type(chain[-1]).__name__}, without a message"

@@ -141,7 +141,8 @@ def _function(op: Any) -> Callable[..., Any]:
     if not hasattr(custom_ops, "OPDEFS"):
         raise BuildError(
             "torch-unsupported",
-            f"torch {torch.__version__} does not say what custom operators do; cgcompile was tested with 2.11 and 2.13",
+            f"torch {torch.__version__} has no OPDEFS, where cgcompile finds the functions of custom operators; "
+            "cgcompile was tested with 2.11 and 2.13",
         )
     impl = custom_ops.OPDEFS.get(f"{op.namespace}::{op._opname}")
     backend_fns = getattr(impl, "_backend_fns", {})

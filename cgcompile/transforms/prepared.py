@@ -78,8 +78,8 @@ def prepare(
     reference: Reference = ProgramModule([program for _, program in programs.distinct]) if generator else exported.flat
     aliases = find_aliases(exported, signature.outputs, state)
     if shared := next((alias.name for alias in aliases if PREFIX + alias.name in varying), ""):
-        text = f"{exported.source.label}: {exported.source.entry}() gives out a part of {shared!r}, whose rows a load counts"
-        raise ModelError("state-refused", text, "clone the output in forward()")
+        text = f"{exported.source.entry}() returns a part of state {shared!r}, whose number of rows is chosen at load"
+        raise ModelError("state-refused", f"{exported.source.label}: {text}", "clone the output in forward()")
     return Prepared(
         programs=programs, signature=signature, written=written,
         changes=state, state=state, varying=varying, weights=programs.weights(), generator=generator, aliases=aliases,

@@ -155,7 +155,7 @@ class _Rewriting:
         rows, count = self._state[state]
         target, args = node.target, node.args
         if node.op == "output":
-            raise _refused(state, rows, "is given out")
+            raise _refused(state, rows, "is returned")
         if is_conditional(node):
             return self._into_bodies(node)
         if args and args[0] is state and node.all_input_nodes.count(state) == 1:
@@ -298,7 +298,7 @@ class _Rewriting:
         carried = node.args[2] if higher_order(node) == WHILE else ()
         for leaf in tree_leaves(carried):
             if leaf in self._state:
-                raise _refused(node, self._state[leaf][0], "is carried from turn to turn of a loop")
+                raise _refused(node, self._state[leaf][0], "is carried from one iteration of a loop to the next")
         position = 3
         operands = [leaf for leaf in (*tree_leaves(carried), *node.args[position]) if isinstance(leaf, Node)]
         counts = list(dict.fromkeys([self._state[operand][1] for operand in operands if operand in self._state]))
@@ -362,4 +362,4 @@ def _add_input(graph: Graph, like: Node) -> None:
 
 def _refused(node: Node, rows: StateRows, text: str) -> ModelError:
     where = place(node)[0] or "model"
-    return ModelError("state-refused", f"{where}: state of {rows.name} rows, which a load chooses, {text}")
+    return ModelError("state-refused", f"{where}: state of {rows.name} rows, a number that is chosen at load, {text}")

@@ -107,7 +107,7 @@ def check_file(label: str) -> Path:
     return path
 
 
-SAVE = "give what torch.export.save(torch.export.export(model, args), path) wrote, as it is"
+SAVE = "give the unchanged file that torch.export.save(torch.export.export(model, args), path) wrote"
 LOAD = "write a model.py whose model() loads it, or save torch.export.export(model, args) with torch.export.save"
 
 

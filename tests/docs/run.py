@@ -221,7 +221,7 @@ class PageRun:
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
             answer = {"status": done.returncode, "output": done.stdout}
-        got = answer["output"].replace(", kept before", "")  # another page may have built the same model first
+        got = answer["output"].replace(", from the cache", "")  # another page may have built the same model first
         assert answer["status"] == status, f"$ {one.line}\nexit status {answer['status']}, expected {status}:\n{got}"
         assert not one.shown or not (missing := difference(one.shown, got)), f"$ {one.line}\nexpected: {missing}\ngot:\n{got}"
 

@@ -149,7 +149,8 @@ def _check_pointers(one: EngineTake, other: EngineTake, paired: PairedRanges, us
         place = f"tensor {names[0]!r}" if names else "the graphs' own memory"
         target = meaning(pointer.word, word, paired)
         to = f", of {_target(one, target)}" if target is not None else ""
-        raise ModelError("pointer-in-tensor", f"{place} holds an address at byte {pointer.word.at}{to}: it would not be moved")
+        text = f"{place} holds an address at byte {pointer.word.at}{to}: `attach` would not replace it"
+        raise ModelError("pointer-in-tensor", text)
 
 
 def _target(take: EngineTake, target: Reading) -> str:

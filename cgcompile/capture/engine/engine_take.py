@@ -80,10 +80,10 @@ def read_recording(path: Path) -> EngineTake:
     data = path.read_bytes()
     try:
         if not data.startswith(MAGIC):
-            raise ValueError("it begins otherwise than a recording of this version")
+            raise ValueError("not a recording of this version")
         take = _Records(io.BytesIO(data[len(MAGIC) :])).load()
         if not isinstance(take, EngineTake):
-            raise ValueError("it holds something else")
+            raise ValueError("its content is not a recording")
     except (ValueError, TypeError, EOFError, AttributeError, IndexError, KeyError, ImportError, pickle.UnpicklingError) as error:
         raise BuildError("engine-recording-invalid", f"{path}: {error}") from None
     return take
@@ -95,7 +95,7 @@ class _Records(pickle.Unpickler):
             record = super().find_class(module, name)
             if isinstance(record, type) and record.__module__ == module:
                 return record
-        raise pickle.UnpicklingError(f"{module}.{name} is no record of a recording")
+        raise pickle.UnpicklingError(f"class {module}.{name} is not allowed in a recording")
 
 
 def process_name() -> str:

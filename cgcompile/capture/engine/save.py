@@ -146,7 +146,8 @@ def _complete(
                 replay_afresh(stage, manifest.engine, assembled.arena, graphs, here, prepare or (lambda key: None), returns)
                 seal(stage, replace(manifest, engine=replace(manifest.engine, verified=True)))
     except FileExistsError:
-        raise BuildError("output-exists", f"{destination}: came meanwhile", "remove it first, or choose another path") from None
+        text = f"{destination}: created during this call"
+        raise BuildError("output-exists", text, "remove it first, or choose another path") from None
     except BlockingIOError:
         raise BuildError("output-busy", f"{destination}: another process is writing it") from None
     nodes = sum(len(recording.nodes) for recording in assembled.recordings)

@@ -183,7 +183,7 @@ class _BlockCapture:
         def begin() -> list[Tensor]:
             return [_dense_copy(tensor) for tensor in initial]
 
-        where = f"{self.where}, what {part.name} carries"
+        where = f"{self.where}, carried values of {part.name}"
         self.warm(begin, where, lambda: None)
         graph, carried = self.keep(begin, where)
         steps += [] if graph is None else [graph]

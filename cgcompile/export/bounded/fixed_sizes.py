@@ -86,7 +86,7 @@ def _replace(
     operations = [node for node in region if node.target not in SAID and (depends(node) or _gives_tensor(node))]
     outputs = [(value, spec.kind) for value, spec in zip(graph.output_node().args[0], specs, strict=True)]
     if any(kind is not OutputKind.USER_OUTPUT and isinstance(value, Node) and depends(value) for value, kind in outputs):
-        raise Unsupported("what the model keeps has a size that depends on data")
+        raise Unsupported("a buffer or input that the model writes to has a size that depends on data")
     results = [value for value, kind in outputs if kind is OutputKind.USER_OUTPUT]
     axes = [(at, axis, expr) for at, value in enumerate(results) for axis, expr in node_axes(value).items()]
     true_sizes, low = Counts(), lowest(graph, answers)

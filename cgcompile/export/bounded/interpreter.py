@@ -347,7 +347,7 @@ def taken_by(region: Sequence[Node]) -> list[Node]:
     members = set(region)
     inputs = list(dict.fromkeys([source for node in region for source in node.all_input_nodes if source not in members]))
     if any("val" not in node.meta for node in inputs) or any(map(depends, inputs)):
-        raise Unsupported("a graph inside of another")
+        raise Unsupported("an operator takes a nested graph, or an input that depends on data")
     return inputs
 
 

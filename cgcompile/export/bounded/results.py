@@ -23,7 +23,7 @@ from .row_wise import is_pointwise, name_of
 
 aten = torch.ops.aten
 
-EMPTY = "that something is selected, of which a smallest or largest element is taken"
+EMPTY = "the selection must not be empty, because its minimum or maximum is needed"
 
 
 class ResultInterpreter(Interpreter):

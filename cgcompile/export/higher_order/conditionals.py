@@ -48,7 +48,7 @@ def obstacle(node: Node, module: GraphModule) -> str:
     predicate, *rest = node.args
     carried = rest[1] if higher_order(node) == WHILE else (predicate,)
     if not all(isinstance(leaf, Node) and isinstance(leaf.meta.get("val"), torch.Tensor) for leaf in tree_leaves(carried)):
-        return "a number of the host decides"
+        return f"{'a carried value' if higher_order(node) == WHILE else 'the condition'} is a Python number, not a tensor"
     if _unbacked(node.meta.get("val")):
         return "its result's size depends on data"
     for body in bodies(node, module):
@@ -61,7 +61,7 @@ def obstacle(node: Node, module: GraphModule) -> str:
 def _inner_obstacle(inner: Node, body: GraphModule) -> str:
     if inner.op == "output":
         constants = [leaf for leaf in tree_leaves(inner.args[0]) if not isinstance(leaf, Node)]
-        return "a body gives a constant" if constants else ""
+        return "a body returns a constant" if constants else ""
     if marker(inner) == "to_host":
         return f"a copy to the host inside it{_at(inner)}"
     if inner.op == "call_function" and _unbacked(inner.meta.get("val")):

@@ -40,7 +40,8 @@ def refused_body(error: BaseException | None) -> tuple[str, str]:
         return f"{operator[1]}: {WRITES}, which torch refuses", WRITES_FIX
     if unlike := UNLIKE.search(text):
         kind, actual, wanted = [re.sub(r"torch\.(?:Size\((.*)\))?", r"\1", group) for group in unlike.groups()]
-        return f"{operator[1]}: a body gives a tensor of {kind} {actual} for one of {wanted}", f"keep the {kind} from turn to turn"
+        text = f"{operator[1]}: a body gives a tensor of {kind} {actual} for one of {wanted}"
+        return text, f"return the same {kind} in every iteration"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(INTRODUCTION)]
     why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), lines[0])
     return f"{operator[1]}: torch refuses a body: {why}", "write bodies in tensors alone, as functions of their operands"

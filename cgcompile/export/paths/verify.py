@@ -121,7 +121,7 @@ class _ForcedModule(torch.nn.Module):
         questions = [node.meta.get("question") for node in conditionals(tree.whole)]
         branches = list(conditionals(self._program))
         if len(branches) != len(questions):
-            raise ModelError("export-failed", "the program has another number of branches than the model")
+            raise ModelError("export-failed", "the numbers of branches in the program and the model differ")
         self._taken = {
             node: taken.get(question) for node, question in zip(branches, questions, strict=True) if question is not None
         }

@@ -89,9 +89,9 @@ def _nested(flat: FlatModule) -> str:
     """Returns a remark on arguments that are tuples, in case the model expects a tensor; else ""."""
     names = [name for name, _ in flat.like.call["call"]]
     arguments = dict(zip(names, flat.like.args, strict=False)) | flat.like.kwargs
-    tuples = [f"{name} is a {type(value).__name__}" for name, value in arguments.items() if isinstance(value, tuple | list)]
+    tuples = [f"a {type(value).__name__} for {name}" for name, value in arguments.items() if isinstance(value, tuple | list)]
     return (
-        f"; of what inputs() gives, {', '.join(tuples)}: was a tensor meant? (x,) is one argument, ((x,),) a tuple"
+        f"; inputs() returns {', '.join(tuples)}; return a tensor if the model expects one: (x,) is one argument, ((x,),) a tuple"
         if tuples
         else ""
     )

@@ -41,7 +41,7 @@ def same_with_more_rows(entries: Sequence[Exported], max_paths: int, tell: Tell)
         pairs = list(zip(entry.programs.distinct, other.programs.distinct, strict=False))
         differing = next((difference for (_, one), (_, two) in pairs if (difference := _difference(one, two))), None)
         if differing is None and len(entry.programs.distinct) != len(other.programs.distinct):
-            differing = None, "the model is exported otherwise"
+            differing = None, "the number of exported programs differs"
         if differing is not None:
             node, change = differing
             counted = " and ".join([f"{row.number + MORE} {row.name}" for row in rows])

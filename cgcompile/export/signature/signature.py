@@ -80,13 +80,13 @@ def symbols_of(
                 if remainder:
                     raise ModelError(
                         "size-excluded",
-                        f"{source.label}: one program holds for {name} in multiples of {step // scale}, not for {value_of}",
+                        f"{source.label}: the program is only valid for {name} in steps of {step // scale}, not for {value_of}",
                     )
                 if bounds is not None and not bounds.lower <= quotient <= bounds.upper:
                     low, high = [(step * end + shift - offset) // scale for end in (int(bounds.lower), int(bounds.upper))]
                     raise ModelError(
                         "size-excluded",
-                        f"{source.label}: one program holds from {name}={low} to {high}, not for {value_of}",
+                        f"{source.label}: the program is only valid from {name}={low} to {high}, not for {value_of}",
                     )
             by_symbol.setdefault(symbol, _invert(name, scale, offset, step, shift))
     return by_symbol

@@ -48,7 +48,7 @@ def cuda(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any
 
 def pin_memory(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Handles `x.pin_memory()`: records an obstacle and pins nothing."""
-    places.saw("pinned-memory", "pin_memory(): pinned memory of the user's is not used")
+    places.saw("pinned-memory", "pin_memory() has no effect: a bundle allocates its own pinned memory")
     return args[0]
 
 

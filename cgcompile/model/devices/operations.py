@@ -159,7 +159,7 @@ def _requested_device(places: TensorPlaces, kwargs: dict[str, Any]) -> str | Non
     """Returns the place that `device=` names, and replaces it by the real device of the call."""
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
-        places.saw("pinned-memory", "pin_memory=True: pinned memory of the user's is not used")
+        places.saw("pinned-memory", "pin_memory=True has no effect: a bundle allocates its own pinned memory")
     if kwargs.get("device") is None:
         return None
     place = places.named(kwargs["device"])

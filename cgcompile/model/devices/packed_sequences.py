@@ -123,7 +123,8 @@ class PackedSequences:
         versions = [tensor._version for tensor in tensors]
         result = func(*args, **kwargs)
         if [tensor._version for tensor in tensors] != versions:
-            raise ModelError("data-dependent-shape", f"{here()[0]}: {func.__name__} writes, and takes rows of a packed sequence")
+            text = f"{func.__name__} writes in place, which is not supported with rows of a packed sequence"
+            raise ModelError("data-dependent-shape", f"{here()[0]}: {text}")
         if packing is not None:
             self._rows[result] = packing
         return result

@@ -91,8 +91,8 @@ def unrepeated(
     if error <= bound:
         return ()
     system = [read for read in call.reads if read.function in SYSTEM]
-    where, line, how = (system[0].where, system[0].source, f", and reads {system[0].name}()") if system else (*written, "")
-    message = f"{flat.entry}() gives other results for the same inputs, by {error:.1e}{how}"
+    where, line, how = (system[0].where, system[0].source, f"; it reads {system[0].name}()") if system else (*written, "")
+    message = f"two calls of {flat.entry}() with the same inputs differ by {error:.1e}{how}"
     return (Obstacle(rule="unrepeatable-result", message=message, where=where, source=line),)
 
 

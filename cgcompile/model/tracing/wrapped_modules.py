@@ -25,7 +25,7 @@ def unwrapped(model: nn.Module, label: str) -> tuple[nn.Module, tuple[str, ...]]
     notes: dict[str, None] = {}
     bare = _unwrapped(model, "the model", notes, {})
     if isinstance(bare, torch.jit.ScriptModule):
-        text = f"{label}: the model is a {type(bare).__name__} of torch.jit, which keeps no Python"
+        text = f"{label}: the model is a {type(bare).__name__} of torch.jit, which has no Python code"
         raise ModelError("source-invalid", text, "give the module that was scripted or traced")
     return bare, tuple(notes)
 

@@ -69,7 +69,7 @@ def arguments(variant: KernelVariant, function: Function, node: KernelNode) -> d
         value = values.get(name)
         number = value.offset if isinstance(value, Address) else value
         if number is not None and number % DIVISOR:
-            text = f"argument {name} is {number}, no multiple of {DIVISOR} as the kernel was promised"
+            text = f"argument {name} is {number}, but the kernel was compiled for multiples of {DIVISOR}"
             raise BuildError("parameter-mismatch", f"{where}: {text}")
     return values
 
@@ -93,5 +93,5 @@ def _pointer(where: str, name: str, content: bytes, target: Address | None) -> A
     if len(content) != 8:
         raise BuildError("parameter-mismatch", f"{where}: pointer {name} has {len(content)} bytes")
     if any(content):
-        raise BuildError("parameter-mismatch", f"{where}: pointer {name} holds an address of its own")
+        raise BuildError("parameter-mismatch", f"{where}: pointer {name} contains a fixed address, expected zeros")
     return target

@@ -157,12 +157,11 @@ class MergedProgram:
             return self._shared(replace(buffer, name=str(self.input_places[name])))
         view, where = self.views[name], f"int_key {self.key}, {region.name}"
         if _layout(view) != _layout(tensor):
-            what = f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(view)}"
+            what = f"{where}: {name} is read with layout {_layout(tensor)}, but was computed with layout {_layout(view)}"
             raise BuildError("inputs-unlike", what, DEFECT)
         if view.pointer.offset + buffer.nbytes > self.buffers[view.pointer.buffer].nbytes:
-            raise BuildError(
-                "place-invalid", f"{where}: {name}, {buffer.nbytes} bytes, does not lie inside the buffer that it was made in"
-            )
+            text = f"{where}: {name}, {buffer.nbytes} bytes, exceeds the buffer that contains it"
+            raise BuildError("place-invalid", text)
         return view.pointer
 
     def _new(self, buffer: Buffer) -> Pointer:

@@ -43,11 +43,11 @@ def pack_arguments(compiled: CompiledKernel, launch: Launch, where: str) -> Para
         what = f"{where}, parameter {name} ({type_})"
         if type_.startswith("*"):
             if not isinstance(value, Pointer):
-                raise BuildError("parameter-mismatch", f"{what}: {value!r} is no buffer")
+                raise BuildError("parameter-mismatch", f"{what}: expected a buffer, got {value!r}")
             places.append((offset, value))
             packed = bytes(POINTER)
         elif isinstance(value, Pointer):
-            raise BuildError("parameter-mismatch", f"{what}: buffer {value.buffer} is no number")
+            raise BuildError("parameter-mismatch", f"{what}: expected a number, got buffer {value.buffer}")
         else:
             packed = scalar(type_, value, what)
         if len(packed) != size:

@@ -54,7 +54,7 @@ def _check_places(lowered: Lowered, plan: Plan) -> None:
         elif i in needed and offset + buffer.nbytes + TAIL > plan.arena:
             what = (
                 f" ({buffer.name}), {buffer.nbytes} bytes at {offset}, does not lie inside the arena of {plan.arena} bytes, "
-                f"of which the last {TAIL} are nobody's"
+                f"of which the last {TAIL} bytes must stay unused"
             )
         if what:
             raise BuildError("place-invalid", f"int_key {lowered.key}: buffer {i}{what}")

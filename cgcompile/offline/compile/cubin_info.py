@@ -56,7 +56,7 @@ def read_kernel_info(image: bytes, symbol: str, what: str = "image") -> KernelIn
         if attribute in (EIATTR_KPARAM_INFO, EIATTR_KPARAM_INFO_V2):
             ordinal, place = _param(attribute, payload, where)
             if ordinal in places:
-                raise BuildError("image-format", f"{where}: parameter {ordinal} occurs twice")
+                raise BuildError("image-format", f"{where}: parameter {ordinal} is listed twice")
             places[ordinal] = place
         elif attribute == EIATTR_CBANK_PARAM_SIZE:
             total = value

@@ -134,9 +134,9 @@ def finish(variant: KernelVariant, kernel: KernelImage, shared_limit: int) -> Co
     if len(info.params) < len(params) or len(extra) not in (0, 2) or any(size != 8 for _, size in extra):
         mismatch = f"takes {len(info.params)} parameters, its signature has {len(params)} and scratch"
     elif info.threads not in (None, (threads, 1, 1)):
-        mismatch = f"wants blocks of {info.threads} threads, Triton says {threads}"
+        mismatch = f"requires blocks of {info.threads} threads, Triton's metadata has {threads}"
     elif (info.cluster or (1, 1, 1)) != (kernel.blocks, 1, 1):
-        mismatch = f"wants clusters of {info.cluster} blocks, Triton says {kernel.blocks}"
+        mismatch = f"requires clusters of {info.cluster} blocks, Triton's metadata has {kernel.blocks}"
     if mismatch:
         raise BuildError("kernel-failed", f"{what}: its image {mismatch}")
     return CompiledKernel(

@@ -138,8 +138,8 @@ def _check(traced: torch.fx.GraphModule) -> None:
     if random:
         raise ModelError("random-operation", f"random numbers: {', '.join(dict.fromkeys(random))}")
     if stray := [n for n in traced.graph.find_nodes(op="placeholder") if any(u.target is COPY and u.args[0] is n for u in n.users)]:
-        raise BuildError("lowering-broken", f"the program writes to {stray[0].name}, which its functional form does not")
+        raise BuildError("lowering-broken", f"the program still writes to {stray[0].name} after functionalization")
     if branches:
         raise ModelError("operator-without-kernel", f"control flow that depends on data: {', '.join(branches)}")
     if constant_names:
-        raise ModelError("constant-unknown", f"the program holds tensors of its own: {', '.join(constant_names)}")
+        raise ModelError("constant-unknown", f"the program contains constant tensors: {', '.join(constant_names)}")

@@ -66,8 +66,8 @@ def run_ranks(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
             return [ended[number] for number in range(len(ranks))]
         first = next(iter(sent_by_rank.values())).transfer
         if ended or any([sent.transfer != first for sent in sent_by_rank.values()]):
-            text = f"int_key {key}: one rank sends {first.size} bytes ({first.combine}), another one something else, or nothing"
-            raise ModelError("collectives-unlike", text)
+            text = f"one rank sends {first.size} bytes ({first.combine}), another rank runs a different collective, or none"
+            raise ModelError("collectives-unlike", f"int_key {key}: {text}")
         received = [[sent_by_rank[source].parts[number] for source in range(len(ranks))] for number in range(len(ranks))]
 
 

@@ -77,8 +77,8 @@ class _Share:
                 self._replace_size(node)
                 continue
             if node.target is aten.as_strided.default:
-                text = f"{place(node)[0] or 'model'}: as_strided reads a value as it lies, which an exchange does not keep"
-                raise BuildError("split-refused", text)
+                text = "as_strided depends on a value's memory layout, which a broadcast does not preserve"
+                raise BuildError("split-refused", f"{place(node)[0] or 'model'}: {text}")
             users = [user for user in node.users if user in self._ranks and self._ranks[user] != owner]
             if not users and all(rank == owner for rank in changed.get(node, ())):
                 continue
@@ -182,7 +182,8 @@ class _Share:
             return self._sizes[expr]
         function = OPERATIONS.get(type(expr).__name__)
         if function is None or not expr.args:
-            text = f"{place(node)[0] or 'model'}: {node.target} makes a tensor of size {size}, which goes to another device"
+            cause = f"the size {size}, which another device needs, cannot be computed from the inputs' sizes"
+            text = f"{place(node)[0] or 'model'}: {node.target}: {cause}"
             raise BuildError("split-refused", text, "cut where sizes are those of the inputs: `--world` with model(rank, world)")
 
         def combined(left: Any, right: Any) -> Node:

@@ -19,8 +19,9 @@ def layer_shares(entries: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, .
     its layers read, and the buffers that they change.  Raises split-refused."""
     for prepared in entries:
         if prepared.written or prepared.generator:
-            what = "writes to an input" if prepared.written else "draws random numbers"
-            raise BuildError("split-refused", f"model: a call {what}, and every device has its own")
+            written = "writes to an input, of which every device has its own copy"
+            what = written if prepared.written else "draws random numbers, which would differ between the devices"
+            raise BuildError("split-refused", f"model: a call {what}")
     functional = [prepared.programs.changed(functional_form) for prepared in entries]
     flat = [program for programs in functional for _, program in programs.distinct]
     owners, assignments = assign_devices(flat, entries[0].state, ranks.size)

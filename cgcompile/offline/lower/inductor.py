@@ -195,7 +195,7 @@ def _with_strides(
         if not same_layout(tensor.shape, tensor.strides, strides):
             raise BuildError(
                 "lowering-broken",
-                f"int_key {key}: Inductor gives output {number} the strides {tensor.strides}, {strides} were asked for",
+                f"int_key {key}: output {number} of Inductor's code has strides {tensor.strides}, expected {strides}",
             )
         views.append(replace(tensor, strides=strides))
     return tuple(views)

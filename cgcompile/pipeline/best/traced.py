@@ -51,7 +51,7 @@ def traceable(spec: BuildSpec, cut: CutProgram) -> Traceable:
         placements = spec.by_key({entry.name: entry.placements for entry in spec.entries})
         split = split_program(programs, placements, calls)
         if (split.uploads, split.host_only) != (cut.split.uploads, cut.split.host_only):
-            problem = "what crosses between host and GPU is laid out otherwise where the CPU computed it"
+            problem = "tensors copied between host and GPU have another layout when the CPU computes them"
             raise BuildError("inputs-unlike", problem, DEFECT)
     live = live_weights_of(spec, spec.programs.weights())
     return Traceable(jobs=jobs_of(spec, programs, split, calls, live), calls=calls, split=split)

@@ -98,7 +98,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
                 if standalone is not None:
                     raise
                 standalone = False  # torch's functions may support arguments that standalone.cpp refuses
-                tell(f"linked to torch's libraries: with functions of its own it fails ({error})")
+                tell(f"linked to torch's libraries, because the code fails with the functions of standalone.cpp ({error})")
                 compile_all(scratch / "libtorch", standalone=standalone)
                 parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
             write_self_test(stage / file_names.SELF_TEST, self_tests)
@@ -215,12 +215,12 @@ def _entry_parts(
 
 
 def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
-    """Returns `host/model.so, 150.2 KiB`, or `3 files, 460.1 KiB, 2 of them kept before`."""
+    """Returns `host/model.so, 150.2 KiB`, or `3 files, 460.1 KiB, 2 of them from the cache`."""
     total = size(sum(shared_object.path.stat().st_size for _, shared_object in compiled))
     before = sum(shared_object.recalled for _, shared_object in compiled)
     if len(compiled) == 1:
-        return f"{compiled[0][0]}, {total}{', kept before' if before else ''}"
-    return f"{len(compiled)} files, {total}{f', {before} of them kept before' if before else ''}"
+        return f"{compiled[0][0]}, {total}{', from the cache' if before else ''}"
+    return f"{len(compiled)} files, {total}{f', {before} of them from the cache' if before else ''}"
 
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str], varying: Collection[str] = ()) -> tuple[Weight, ...]:

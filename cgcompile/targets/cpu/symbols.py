@@ -86,9 +86,8 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
     axes = _axes(program)
     for expr, value in answers.items():
         if (other := _differing_sizes(expr, value, limits, axes)) is not None:
-            raise BuildError(
-                "size-decides", f"torch compiles different code for {other} than for the largest sizes: {expr} is {value} there"
-            )
+            text = f"torch compiles different code for {other} than for the example's sizes, where {expr} is {value}"
+            raise BuildError("size-decides", text)
 
 
 def _axes(program: ExportedProgram) -> dict[Any, str]:

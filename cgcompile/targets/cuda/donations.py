@@ -67,4 +67,4 @@ def _located(entry: str, number: int, key: IntKey, split: SplitProgram | None) -
     for place, region in enumerate(graphs):
         if name in region.outputs:
             return DonatedOutput(entry=entry, number=number, region=place, output=region.outputs.index(name))
-    raise refused(entry, number, "is made by the host")
+    raise refused(entry, number, "is computed on the host")

@@ -43,7 +43,7 @@ def with_bounded_outputs(exported: Exported) -> Exported:
     except (Unsupported, ModelError) as error:
         return replace(exported, unbounded=first_line(error))
     if not all(_agrees(exported, programs, rows, key) for key in programs.by_key):
-        return replace(exported, unbounded="what was computed with one differs from eager PyTorch")
+        return replace(exported, unbounded="with a bound, the results differ from eager PyTorch's")
     flat = exported.flat
     flat.bounded, flat.shapes = rows, exported.shapes
     flat.names += names_of_counts(flat.names, rows)
@@ -54,7 +54,7 @@ def with_bounded_outputs(exported: Exported) -> Exported:
 def _rows(exported: Exported, programs: Programs, axes: Sequence[Sequence[tuple[int, int, int]]]) -> tuple[BoundedAxis, ...]:
     """Returns the padded axes, with bounds in terms of the declared dimensions.  Raises Unsupported, ModelError."""
     if len(set(map(tuple, axes))) > 1:
-        raise Unsupported("axes that change with the sizes")
+        raise Unsupported("the axes of data-dependent size differ between the declared sizes")
     source, sizes = exported.source, exported.sizes
     symbols = symbols_of(source, programs.first, exported.shapes, sizes) if programs.dynamic else {}
     rows = []
@@ -67,7 +67,7 @@ def _rows(exported: Exported, programs: Programs, axes: Sequence[Sequence[tuple[
             points = [(dict(zip(sizes, key, strict=True)), int(size)) for key, size in zip(programs.by_key, extents, strict=True)]
             bound = fitted(points) or tabled(points)
         if bound is None:
-            raise Unsupported("a bound that follows no rule")
+            raise Unsupported("the bound is no expression of the declared sizes")
         rows.append(BoundedAxis(output=output, axis=axis, count=count, bound=bound))
     return tuple(rows)
 

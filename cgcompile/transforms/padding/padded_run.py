@@ -103,7 +103,8 @@ class PaddedRun:
         """Returns the output of the branch that ran.  Its padded elements are unknown: another call may run the other branch."""
         why = next((padded.why for padded in pair if padded.why), "")
         if not why and not same_spot(*[padded.spot for padded in pair]):
-            why = f"the branches of {call.name} have what lies along {self.along.name} in different places{place_of(call.node)}"
+            where = f"along {self.along.name} at different positions{place_of(call.node)}"
+            why = f"the branches of {call.name} return the elements {where}"
         return replace(_unknown(output), why=why)
 
     def _while_loop(

@@ -93,7 +93,7 @@ def unpadded(source: Source, prepared: Prepared) -> str:
     if rows := prepared.signature.data_sizes:
         return f"the size of output {prepared.signature.outputs[rows[0].output].name!r} depends on data"
     if shared := _partial(prepared, "inputs"):
-        return f"output {shared!r} is a part of an input, and the caller's own would not be padded"
+        return f"output {shared!r} is a part of an input; it would be a part of the padded copy, not of the caller's tensor"
     return ""
 
 
@@ -129,7 +129,7 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
         return _Padding(pad, reason, compared=compared)
     if why := _first(compared, fixed=True):
         return _Padding("no", f"{why}; padding with zeros may change a result", why)
-    mixing = mixing or f"outputs depend on what {name} is filled up with"
+    mixing = mixing or f"outputs depend on the padding along {name}"
     return _Padding("zeros", f"{mixing}; verified: padding with zeros changes no result", mixing)
 
 
@@ -234,7 +234,7 @@ def _prove_chunk(
         except FAILURES as failure:
             return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
     if why := _first(compared, fixed=False, last=True):
-        return False, f"{why}; parts of a call were not proved to give the same"
+        return False, f"{why}; it is not proved that a chunked call returns the same"
     return True, f"rows along {name} do not depend on each other"
 
 

@@ -43,8 +43,8 @@ def test_others_are_refused_with_the_line(group: Any) -> None:
     cases: dict[str, Callable[..., Any]] = {
         "all_reduce: 'max' is no sum": lambda self, x: collectives.all_reduce(x, "max", group) + 1,
         "all_reduce: a sum of int64": lambda self, x: collectives.all_reduce(x.long(), "sum", group) + 1,
-        "all_reduce: over a part of the ranks": lambda self, x: collectives.all_reduce(x, "sum", part) + 1,
-        "all_reduce_coalesced: no kernel of ours does that": lambda self, x: (
+        "all_reduce: its process group is not group.WORLD": lambda self, x: collectives.all_reduce(x, "sum", part) + 1,
+        "all_reduce_coalesced: cgcompile has no kernel for it": lambda self, x: (
             collectives.all_reduce_coalesced([x], "sum", group)[0] + 1
         ),
     }

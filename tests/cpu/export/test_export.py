@@ -101,7 +101,7 @@ def test_only_the_range_of_the_sizes_has_to_work() -> None:
 def test_a_multiple_that_export_finds_is_taken_up() -> None:
     sig = signature(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 8))
     assert sig.inputs[0].shape == ("batch", 4)
-    with raises("size-excluded", match="in multiples of 2, not for 5|batch=5"):
+    with raises("size-excluded", match="in steps of 2, not for 5|batch=5"):
         signature(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 5, 8))
 
 
@@ -465,14 +465,14 @@ class SavedFile:
 NO_SOURCE = {
     "without_examples": (
         "was saved without its example inputs",
-        "give what torch.export.save(",
+        "give the unchanged file that torch.export.save(",
     ),
     "misnamed": ("expected 2 different names", "in the order of the inputs' shapes: torch.export.save(program, path, extra_files="),
     "of_torch_save": ("a file of torch.save is not an exported program", "write a model.py whose model() loads it, or"),
     "of_jit_save": ("a file of torch.jit.save is not an exported program", "write a model.py whose model() loads it, or"),
-    "junk": ("not a zip archive", "give what torch.export.save("),
-    "empty": ("an empty file", "give what torch.export.save("),
-    "other_archive": ("a zip archive without an exported program", "give what torch.export.save("),
+    "junk": ("not a zip archive", "give the unchanged file that torch.export.save("),
+    "empty": ("an empty file", "give the unchanged file that torch.export.save("),
+    "other_archive": ("a zip archive without an exported program", "give the unchanged file that torch.export.save("),
     "damaged": ("failed locating file archive_format", "the file is damaged, or of another version of torch than 2."),
 }
 

@@ -140,7 +140,7 @@ def test_entries_that_are_none(tmp_path: Path, more: str, message: str) -> None:
 def test_inputs_that_do_not_fit_name_the_method(tmp_path: Path) -> None:
     (source,) = load_sources(file(tmp_path, "def entries(): return {'decode': lambda: (torch.zeros(1), 2)}"))
     with raises(
-        "source-invalid", match=r"what makes the inputs of 'decode' does not fit decode\(.*\): \d arguments by position, and"
+        "source-invalid", match=r"the inputs function of entry 'decode' does not fit decode\(.*\): \d arguments by position, and"
     ):
         sample(source, {})
 

@@ -117,6 +117,6 @@ def test_a_model_without_wrappers_stays_itself() -> None:
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.rand(1, 4))])
 def test_a_model_of_torch_jit_is_refused_in_one_line(make: Callable[[nn.Module], nn.Module]) -> None:
-    with pytest.raises(ModelError, match=r"Module of torch.jit, which keeps no Python") as caught:
+    with pytest.raises(ModelError, match=r"Module of torch.jit, which has no Python code") as caught:
         load_source(make(Block()), rows)
     assert caught.value.code == "source-invalid" and "scripted or traced" in caught.value.hint

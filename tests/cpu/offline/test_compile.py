@@ -355,9 +355,9 @@ def test_metadata_and_image_have_to_agree(cache: Path) -> None:
         finish(add, kernel_of(kernel, profile_scratch=64), LIMIT)
     with raises("kernel-too-large", match="1024 columns of tensor memory"):
         finish(add, kernel_of(kernel, tensor_columns=1024), LIMIT)
-    with raises("kernel-failed", match=r"wants blocks of \(128, 1, 1\) threads, Triton says 256"):
+    with raises("kernel-failed", match=r"requires blocks of \(128, 1, 1\) threads, Triton's metadata has 256"):
         finish(add, kernel_of(kernel, warps=8), LIMIT)
-    with raises("kernel-failed", match="wants clusters of None blocks, Triton says 2"):
+    with raises("kernel-failed", match="requires clusters of None blocks, Triton's metadata has 2"):
         finish(add, kernel_of(kernel, blocks=2), LIMIT)
     with raises("kernel-failed", match="takes 6 parameters, its signature has 7"):
         finish(replace(add, signature=(*add.signature, *(("x", "i32"),) * 3)), kernel_of(kernel), LIMIT)

@@ -109,5 +109,5 @@ def test_a_donation_from_what_the_host_makes() -> None:
         return SimpleNamespace(entries=(entry,), donations=(donation,))
 
     assert donated_outputs(spec(0), split)[4,] == (DonatedOutput(entry="forward", number=0, region=0, output=0),)
-    with raises("donation-refused", match=r"output 1 of forward\(\) is made by the host"):
+    with raises("donation-refused", match=r"output 1 of forward\(\) is computed on the host"):
         donated_outputs(spec(1), split)

@@ -156,9 +156,9 @@ def test_a_proof_that_fails_is_tried_again_with_torchs(tmp_path: Path, monkeypat
     built = cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "a.cgb", target="cpu", progress=events.append)
     assert not checked(built.path, model)
     done = [event.text for event in events if (event.stage, event.state) == ("verify", "done")]
-    assert done[0].startswith("again with functions of torch's libraries, for with its own differs") and len(done) == 2
+    assert done[0].startswith("building again with torch's libraries, because: differs") and len(done) == 2
     lowered = [event.text for event in events if (event.stage, event.state) == ("lower", "done")]
-    assert [text.endswith(", kept before") for text in lowered] == [False, True], "nothing is lowered again"
+    assert [text.endswith(", from the cache") for text in lowered] == [False, True], "nothing is lowered again"
     with raises("proof-failed"):
         cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "b.cgb", target="cpu", standalone=True)
     assert not (tmp_path / "b.cgb").exists() and not list(tmp_path.glob(".b*"))

@@ -156,7 +156,7 @@ def test_a_model_that_is_another_one_for_every_target_is_refused(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [("sm_80,sm_80", "sm_80 occurs twice"), ("auto,cpu", "auto is no single target"), ("sm_80,", "nothing is no single target")],
+    [("sm_80,sm_80", "sm_80 is named twice"), ("auto,cpu", "auto does not name one target"), ("sm_80,", "an empty name does not")],
 )
 def test_targets_that_are_no_variants(target: str, message: str, tmp_path: Path) -> None:
     with raises("target-unavailable", match=message):

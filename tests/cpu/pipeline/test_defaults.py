@@ -79,7 +79,7 @@ def test_errors_of_a_model_in_memory_name_the_users_line() -> None:
         return ((torch.ones(batch, 4),),)
 
     line = pairs.__code__.co_firstlineno
-    with raises("eager-failed", match=r"input is a tuple: was a tensor meant\? \(x,\) is one argument"):
+    with raises("eager-failed", match=r"returns a tuple for input; return a tensor if the model expects one: \(x,\) is one"):
         cgcompile.check(nn.Linear(4, 4), pairs, sizes=[2])
     text = rf"test_defaults.py:{line + 8}: inputs\(\) does not fit forward\(input\): 2 arguments by position, and it takes 1"
     with raises("source-invalid", match=text):

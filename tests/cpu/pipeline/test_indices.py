@@ -71,7 +71,7 @@ def test_a_build_tells_which_indices_differ_and_its_self_test_holds_them(built: 
         and built.manifest.entries[0].self_test.proofs[0].errors[0] == 0
     )
     (tie_finding,) = [finding for finding in built.manifest.entries[0].findings if finding.rule == NEAR_TIES]
-    assert tie_finding.message == "output token (int64): up to 50.0% of the indices have another one that is as good"
+    assert tie_finding.message == "output token (int64): up to 50.0% of the indices could be replaced by an equally good index"
     with cgbundle.load(built.path) as program:
         assert all(result.exact for result in self_test.replay_self_test(program))
 

@@ -156,13 +156,13 @@ def uses(use: Callable[..., Any]) -> Any:
         (lambda cache, index: cache[1:][index], "is used as a whole by aten.slice.Tensor"),
         (lambda cache, index: cache.flatten()[index], "is used as a whole by aten."),
         (lambda cache, index: cache[-1] + 1, "is used as a whole by aten.select.int"),
-        (lambda cache, index: cache, "is given out"),
+        (lambda cache, index: cache, "is returned"),
     ],
 )
 def test_rows_are_reached_by_an_index_alone(use: Callable[..., Any], said: str) -> None:
     source = uses(use)
     program = export(source, {}).programs.first
-    with raises("state-refused", match=f"test_state_rows.py:.*state of rows rows, which a load chooses, {said}"):
+    with raises("state-refused", match=f"test_state_rows.py:.*state of rows rows, a number that is chosen at load, {said}"):
         with_counted_rows(program, source.rows, source.target_device)
 
 

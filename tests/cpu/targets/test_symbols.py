@@ -65,7 +65,7 @@ def test_answers_narrow_nothing_and_have_to_be_alike_for_all_sizes() -> None:
     environment.freeze()
     with raises("size-decides") as caught, decided_alike(program):
         assert rows >= 9
-    assert "=1 (axis 0 of input 0) than for the largest sizes" in str(caught.value)
+    assert "=1 (axis 0 of input 0) than for the example's sizes" in str(caught.value)
     with decided_alike(program):
         assert rows * 3 < 49
         assert not guard_or_false((rows * 5 + 4) // 5 == 1), "the default, which is correct for one row, too"

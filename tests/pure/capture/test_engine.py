@@ -163,9 +163,9 @@ def pointers(p: Process, number: int, target: int) -> tuple[PointerWord, ...]:
 
 
 def test_addresses_in_memory_are_refused_where_both_processes_have_one() -> None:
-    with raises("pointer-in-tensor", match="tensor 'cache' holds an address at byte 24, of tensor 'x': it would not be moved"):
+    with raises("pointer-in-tensor", match="tensor 'cache' holds an address at byte 24, of tensor 'x': `attach` would not"):
         assembled(lambda p: p.take([p.kernel(p.cache, p.x)], pointers=pointers(p, 0, p.x + 4)))
-    with raises("pointer-in-tensor", match="tensor 'cache' holds an address at byte 24: it would not"):
+    with raises("pointer-in-tensor", match="tensor 'cache' holds an address at byte 24: `attach` would not"):
         assembled(lambda p: p.take([p.kernel(p.cache, p.x)], pointers=pointers(p, 0, p.x if p.base == ONE else p.cache)))
     assert assembled(lambda p: p.take([p.kernel(p.x)], pointers=pointers(p, 0, p.x))).spans, "no graph uses the cache"
     stale = lambda p: p.take([p.kernel(p.cache)], pointers=pointers(p, 0, p.x) if p.base == ONE else ())  # noqa: E731

@@ -139,7 +139,7 @@ def test_a_number_of_rows_among_the_parameters_is_refused() -> None:
 
     assert assemble(*takes(5, 5, 1024), MEGA, rows_begin=1024).graphs[KEY]
     assert assemble(*takes(5, 6, 512), MEGA, rows_begin=1024).graphs[KEY], "state of one size before it"
-    with raises("state-refused", match=r"node 0 \(add\): parameter 2 follows the number of rows of state, which a load chooses"):
+    with raises("state-refused", match=r"node 0 \(add\): parameter 2 may depend on the number of rows of state"):
         assemble(*takes(5, 6, 1024), MEGA, rows_begin=1024)
 
 

@@ -52,8 +52,8 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_report_says_that_sizes_are_exported_apart(call: Any) -> None:
-    lines = call(replace(REPORT, per_size="m.py: one program holds from batch=2 to 8, not for 1")).stdout.splitlines()
-    assert lines[3] == "exported  per size: m.py: one program holds from batch=2 to 8, not for 1"
+    lines = call(replace(REPORT, per_size="m.py: the program is only valid from batch=2 to 8, not for 1")).stdout.splitlines()
+    assert lines[3] == "exported  per size: m.py: the program is only valid from batch=2 to 8, not for 1"
 
 
 def test_buffers_that_one_line_writes_to_are_told_once_each() -> None:

@@ -179,7 +179,7 @@ def test_one_graph_is_a_program_of_one() -> None:
 )
 def test_a_value_that_is_taken_otherwise_than_it_was_made_is_refused(view: BufferView) -> None:
     maker = replace(region(0, [512], [launch(1)], []), outputs=(view,))
-    with raises("inputs-unlike", match=r"int_key \(4,\), b: v is taken as .*, and was made as"):
+    with raises("inputs-unlike", match=r"int_key \(4,\), b: v is read with layout .*, but was computed with layout"):
         merge(KEY, [graph("a", "", "v", maker), graph("b", "v", "", region(1, [], [launch(0)], []))], [], [])
 
 
