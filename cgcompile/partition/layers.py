@@ -197,8 +197,8 @@ def _with_layers(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
 
 
 def form(module: GraphModule, arguments: Mapping[str, Hashable]) -> Hashable:
-    """Returns a key.  Graphs with equal keys compute the same.  It has the operations in order, and for every input its entry in
-    `arguments`, by name: what must be equal for the input.  Attribute tensors are equal if they are the same object."""
+    """Returns a key.  Graphs with equal keys compute the same.  It has the operations in order, and for every input the entry of
+    `arguments` for the name of its value (`meta["value"]`).  Attribute tensors are equal if they are the same object."""
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 
     def text(value: Any) -> str:
