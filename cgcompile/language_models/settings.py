@@ -26,8 +26,8 @@ CHUNKS_GPU, CHUNKS_CPU = (128, 512), (64,)
 """Default numbers of prompt tokens in one call."""
 
 PIECE = 64
-"""Prompt tokens in each lane of such a call, if it has several: as many as a Triton program of kernels/prefill.py processes.  So
-several prompts can share a call."""
+"""Prompt tokens in each lane of a prefill call that has several lanes: as many queries as one thread block of the kernel in
+kernels/prefill.py processes (`ROWS`).  So several prompts can share a call."""
 
 RANK, LARGEST_RANK = 16, 512
 """Default maximum rank of adapters, and the limit of this option."""
@@ -52,8 +52,9 @@ UNKNOWN_GPU = 32 << 30
 class Settings:
     """`context`: tokens of the longest text.  `lanes`: texts in one call.  `chunks`: prompt tokens of a prefill call; `piece`:
     tokens in each of its lanes, 0 if it has one lane.  `turns`: maximum tokens of a call of `generate`, 0 without `generate`.
-    `pages`, `slots`: as in CausalLM, the minimum for a load; `most_pages`: pages for the longest text in every lane; `page_bytes`:
-    approximate bytes of a page.  `adapters`: the number of LoRA adapters, 0 for none; `rank`: their maximum rank."""
+    `pages`, `slots`: the numbers with which CausalLM is built, number 0 included; a load may choose more, not fewer.  `most_pages`:
+    pages for the longest text in every lane; `page_bytes`: approximate bytes of a page.  `adapters`: the number of LoRA adapters, 0
+    for none; `rank`: their maximum rank."""
 
     context: int
     lanes: tuple[int, ...]
@@ -70,7 +71,8 @@ class Settings:
 
     @property
     def state(self) -> dict[str, tuple[str, int]]:
-        """Maps names of buffers to (dimension, maximum) of their rows, whose number a load chooses, in the format of state()."""
+        """The buffers whose number of rows a load chooses, as `state()` of a model file returns them (cli/docs/models.md): name or
+        pattern of names -> (dimension of the rows, maximum)."""
         pages = ("pages", self.most_pages)
         rows = ("slots", self.slots)
         return {"keys_*": pages, "values_*": pages, "seen": rows, "deferred": rows, "biases": rows}
@@ -139,7 +141,7 @@ def settings_for(
     longest = context or min(longest_text(folder), LONGEST_CPU if gpu is None else LONGEST_GPU)
     blocks = max(1, longest // PAGE)
     kind = dtype or ("float32" if gpu is None else configured_dtype(folder))
-    page = PAGE * token_bytes(folder) * DTYPES[kind]
+    page = PAGE * token_elements(folder) * DTYPES[kind]
     free_bytes = cache_room(gpu, (folder.weights + adapters * adapter_numbers(folder, rank)) * DTYPES[kind], recorded)
     pages = max(blocks, min(blocks, OF_A_LANE) * numbers[-1])
     if pages > free_bytes // page:
@@ -182,7 +184,7 @@ def layers_and_width(folder: ModelFolder) -> tuple[int, int]:
     return layers, number_in(folder, "hidden_size", "n_embd", "d_model", other=4096)
 
 
-def token_bytes(folder: ModelFolder) -> int:
+def token_elements(folder: ModelFolder) -> int:
     """Returns the approximate number of cache elements per token, for all layers; an upper estimate if key heads are not named."""
     layers, width = layers_and_width(folder)
     heads = number_in(folder, "num_attention_heads", "n_head", "n_heads", other=32)

@@ -28,7 +28,8 @@ WHOLE = (torch.int32, torch.int64)
 """The dtypes of indices.  Comparisons of indices are bool."""
 
 VIEW, PRODUCT, ELEMENTS, OTHER = "view", "product", "elements", "other"
-"""Kinds of operations: a view; a matrix product or a convolution; elementwise operations and reductions of Inductor; others."""
+"""Kinds of operations: a view; a matrix product or a convolution; any other operator of ATen except attention (most are elementwise
+operations and reductions, which Inductor fuses); attention and operators of other libraries."""
 
 FUSED = {(ELEMENTS, ELEMENTS): 4, (PRODUCT, ELEMENTS): 4, (ELEMENTS, PRODUCT): 1}
 """The cost of a cut between an operation and a reader of its result, by their kinds.  Inductor often fuses a product with the next
@@ -105,7 +106,7 @@ def best_cut(layers: Sequence[Sequence[Node]]) -> int:
 
 def _apart(nodes: Sequence[Node], numbers: Mapping[Node, int]) -> dict[Node, int]:
     """Returns, for every operation, the operations that cannot be in its kernel, because a product or an operation of kind OTHER
-    lies between them.  Each set is an integer with a bit for every number."""
+    lies between them.  Each set is an integer: bit n is 1 if it contains the operation whose number is n."""
     before: dict[Node, int] = {}
     apart: dict[Node, int] = {}
     for node in nodes:
@@ -143,7 +144,8 @@ def _name(node: Node) -> str:
 
 
 def _with_elements(parts: Sequence[Sequence[Node]]) -> list[list[Node]]:
-    """Returns the parts, in which every element of a tuple follows in the part of the tuple: only tensors and numbers can cross."""
+    """Returns the parts after moving every operation that takes an element of a tuple to the part that computes the tuple.  A tuple
+    cannot cross a cut, only tensors and numbers can."""
     numbers = {node: number for number, part in enumerate(parts) for node in part}
     for part in parts:
         for node in part:
@@ -195,8 +197,8 @@ def _with_layers(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
 
 
 def form(module: GraphModule, arguments: Mapping[str, Hashable]) -> Hashable:
-    """Returns a key.  Graphs with equal keys compute the same.  It has the operations in order, and for every input its value in
-    `arguments`, which maps names.  Attribute tensors are equal if they are the same object."""
+    """Returns a key.  Graphs with equal keys compute the same.  It has the operations in order, and for every input the entry of
+    `arguments` for the name of its value (`meta["value"]`).  Attribute tensors are equal if they are the same object."""
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 
     def text(value: Any) -> str:

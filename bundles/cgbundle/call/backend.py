@@ -28,9 +28,9 @@ class Results(Protocol):
 
 class Backend(Protocol):
     """Runs the programs of a bundle with the memories of one session. `device`: the CUDA device whose tensors it accepts beside the
-    CPU's, or None. `owner` keeps weights and state alive. Users of the memories hold a `turn`, and call `begin` before the first
-    use and `end` after the last, or use `locked` for all three; the result of `begin` is the `stream` of the other methods. Raises
-    ProgramClosed after `close`, and SessionBusy in a session that another thread uses.
+    CPU's, or None. `owner` keeps weights and state alive on a CPU. Users of the memories hold a `turn`, and call `begin` before the
+    first use and `end` after the last, or use `locked` for all three; the result of `begin` is the `stream` of the other methods.
+    Raises ProgramClosed after `close`, and SessionBusy in a session that another thread uses.
 
     `update` replaces checked weights of memory weights by position, tied ones together. Later calls of `sessions` (backends over
     the same weights) use the new weights, and no call mixes old and new ones. `files` have the contents. `ready` is called right

@@ -117,7 +117,7 @@ class Entry:
         device = common_device(self.inputs, descriptors, backend.device) if descriptors else None
         shapes = tuple([descriptor[1] for descriptor in descriptors])
         plan = self._plans.get(shapes) or self._plan(shapes)
-        for place in casts:  # after the plan, which refuses calls that would fill the memory
+        for place in casts:  # after the plan: it refuses a huge broadcast array, whose cast would fill the memory
             values[place] = value = library.cast(values[place], self.inputs[place].dtype)
             descriptors[place] = library.describe(value)
             tensors = [*tensors[:place], value, *tensors[place + 1 :]]
@@ -144,7 +144,7 @@ class Entry:
         if library.name == "dlpack" and tensors and not self._views:
             results = [library.converted(value, first) for value in results]
         if mutated is not None and targets is not None:
-            # an output on the CPU may be in the memory of an input, which must last as long as its view: until the next call
+            # on the CPU an output may lie in the memory of an input: a view of it needs the inputs until the next call
             self._kept_inputs = values if self._views else ()
             mutated.copy_back(targets, values)
         if shared is not None:
@@ -256,7 +256,7 @@ class Entry:
 
     @property
     def epoch(self) -> Epoch:
-        """Counts the calls that make views of this entry's outputs stale.  Donated outputs have a counter of their own."""
+        """Counts this entry's calls if it has donated outputs (calls make views of these stale), else the session's replays."""
         return self._outputs.entry_epoch or self._outputs.epoch
 
     def forget(self) -> None:

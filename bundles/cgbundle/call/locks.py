@@ -23,7 +23,7 @@ def closed(name: str) -> ProgramClosed:
 
 
 class Lock:
-    """Base of program locks: the program's `name`, whether it is `closed`, and a `value` that replays read when they begin."""
+    """Base of program locks: the program's `name`, whether it is `closed`, and a `value` of the backend (cpu: bound programs)."""
 
     __slots__ = ("_forks", "closed", "name", "value")
 
@@ -33,7 +33,7 @@ class Lock:
 
     @property
     def inherited(self) -> bool:
-        """Whether the process was forked since: the holder's thread may not exist here."""
+        """Whether the process was forked after the lock was created: the holder's thread may not exist here."""
         return self._forks != FORKS.number
 
     def check_fork(self) -> None:
@@ -106,7 +106,7 @@ class ExclusiveLock(Lock):
         return INSIDE if self._turn.owned() else self._turn
 
     def end(self) -> None:
-        """From now on refused threads get ProgramClosed."""
+        """From now on, threads that are refused get ProgramClosed instead of SessionBusy."""
         self._ending = True
 
     def close(self) -> bool:
@@ -126,8 +126,8 @@ class ExclusiveLock(Lock):
                 if not self.inner.acquire(blocking=False):
                     if self._ending:
                         raise closed(self.name)
-                    holder = next((thread.name for thread in enumerate() if thread.ident == self._holder), "another")
-                    text = f"is in use by thread {holder!r}, and thread {current_thread().name!r} used it meanwhile"
+                    holders = (f"thread {thread.name!r}" for thread in enumerate() if thread.ident == self._holder)
+                    text = f"is in use by {next(holders, 'another thread')}, and thread {current_thread().name!r} tried to use it"
                     raise SessionBusy("session-busy", f"a session of program {self.name!r} {text}")
         self._holder = get_ident()
 

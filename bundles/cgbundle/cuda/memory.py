@@ -25,7 +25,7 @@ HOST = "host"  # the pinned host memory for values that cross between host and g
 class Memories:
     """A session's memories on the current context's GPU. `bases`: addresses in the order of MEMORIES, 0 for missing ones and for
     memory `host`, whose address is `host`. `lent`: addresses of weights and peer, which belong to others. `cleanup` frees the rest.
-    Raises OutOfMemory with the needed and free bytes."""
+    Raises OutOfMemory with the needed bytes (of GPU memory also the free ones)."""
 
     __slots__ = ("bases", "host", "sizes")
 
@@ -104,7 +104,7 @@ def copy(target: int, source: int, size: int, stream: Any, *, target_on_device: 
 
 class Output:
     """GPU memory from the driver's pool for one output, which outlives the program. `free`, or the end of this object, returns it
-    in the order of its stream, which must still exist. Needs the current context."""
+    in the order of its stream, which must still exist. The constructor needs `context` to be current."""
 
     __slots__ = ("_context", "_stream", "address", "bytes")
 

@@ -42,7 +42,7 @@ class Memcpy3D(ctypes.Structure):  # CUDA_MEMCPY3D_v2
 
 
 class LaunchAttributeValue(ctypes.Union):
-    """CUlaunchAttributeValue, also CUkernelNodeAttrValue: one to three words, or a pair of bytes."""
+    """CUlaunchAttributeValue, also CUkernelNodeAttrValue. Recorded attributes use up to three 32-bit words of it, or two bytes."""
 
     _fields_ = (("pad", _Byte * 64), ("_aligned", ctypes.c_uint64))
 

@@ -42,16 +42,16 @@ EAGER = 1
 to 18 ms of 340 to 400 (tests/gpu/REPORT.md); all of 64 would take as long as the rest of the load."""
 
 HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
-SIZED = "outputs whose sizes depend on data, which this bundle has, are waited for: a CUDA graph cannot"
+SIZED = "this bundle has outputs whose sizes depend on data: a call waits for them, and a CUDA graph cannot wait"
 
 
 class CudaBackend:
-    """Runs the programs of a cuda bundle on GPU `device`. `mode`: "graph" or "stream" (row by row). `context`: one that exists or
-    is being created; the backend owns it. `poison` fills the arena, memory `host` and undefined parameter bytes, which results must
-    not depend on. `lazy`: bind programs at their first call; None: the first EAGER ones now, others in the background or at a call.
-    `threads` of host operations. `peer`: address of memory peer, which the caller frees. `rows` of state by dimension. Raises
-    library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid, file-damaged, and
-    then leaves nothing on the GPU."""
+    """Runs the programs of a cuda bundle on GPU `device`. `mode`: "graph" or "stream" (launches a recording's nodes one by one).
+    `context`: one that exists or is being created; the backend owns it. `poison` fills the arena, memory `host` and undefined
+    parameter bytes, which results must not depend on. `lazy`: bind programs at their first call; None: the first EAGER ones now,
+    others in the background or at a call. `threads` of host operations. `peer`: address of memory peer, which the caller frees.
+    `rows` of state by dimension. Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed,
+    weights-invalid, table-invalid, file-damaged, and then leaves nothing on the GPU."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class CudaBackend:
         return self._shared.code_bytes
 
     def session(self) -> CudaBackend:
-        """Another session: own memories, stream and graphs, same weights and kernels. A second thread raises SessionBusy. The last
-        session to close frees what they share."""
+        """Another session: own memories, stream and graphs, same weights and kernels. A call of it during a call of another thread
+        raises SessionBusy. The last session to close frees what they share."""
         self._check_fork()
         with self._shared.updating:
             with self.gate:
@@ -90,7 +90,7 @@ class CudaBackend:
         return session
 
     def _start(self, shared: DeviceBundle, *, alone: bool, lazy: bool | None) -> None:
-        """Owns one share of the DeviceBundle, released on failure."""
+        """Takes over one reference to `shared` (`DeviceBundle.retain`), and releases it if this fails."""
         self._lock = ExclusiveLock(shared.manifest.name, alone=alone, updates=shared.updating)
         self.gate, self._forks, self._left = self._lock.inner, FORKS.number, False
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
@@ -132,7 +132,7 @@ class CudaBackend:
         cleanup.callback(self._executors.close)
         self.host: HostSteps | None = None
         if hosted:
-            from .host_steps import HostSteps  # few bundles have any, which need torch's libraries
+            from .host_steps import HostSteps  # few bundles have host steps, and their code loads torch's libraries
 
             self.host = HostSteps(shared.bundle, shared.hosted, self._memories, shared.threads)
             cleanup.callback(self.host.close)
@@ -155,8 +155,8 @@ class CudaBackend:
         return self._lock.closed
 
     def begin(self, stream: int | None) -> Any:
-        """Makes the context current. Work on the stream until `end` runs after the previous call and before the next one. An
-        interrupt here may leave the context current, which is harmless: other libraries use it too."""
+        """Makes the context current. What is put on the stream before `end` is executed after the work of the previous call and
+        before that of the next. An interrupt may leave the context current, which is harmless: other libraries use it too."""
         error = cu.cuCtxPushCurrent(self._context_handle)
         if error:
             driver.check("cuCtxPushCurrent", error)
@@ -202,7 +202,7 @@ class CudaBackend:
         bound = self._bound.get(program)
         if bound is None or bound.written or not bound.steps or self._programs.watched:
             return None
-        from .fast_path import fast_path  # calls from the CPU have none
+        from .fast_path import fast_path  # calls with inputs on the CPU do not use it
 
         return fast_path(self._lock, self._forks, self._programs, program, self.order, self._context, caller)
 
@@ -216,7 +216,7 @@ class CudaBackend:
             return [address for address, _ in static_buffers(self._shared.programs[program], self._memories)], self
 
     def copy_out(self, address: int, size: int, stream: int | None) -> Output:
-        """A copy of GPU memory that replays do not change, in stream order."""
+        """Copies GPU memory, in stream order, to memory of its own, which replays do not change."""
 
         def copied(handle: Any) -> Output:
             output = Output(self._context, size, handle)
@@ -226,7 +226,7 @@ class CudaBackend:
         return during(self, stream, copied)
 
     def populate(self) -> None:
-        """Loads weights of host operations, and builds deferred programs over donated inputs."""
+        """Loads weights of host operations, builds deferred programs that read donated outputs in place, finishes other builds."""
         if self._shared.hosted is not None:
             self._shared.hosted.populate()
         if self._lazy and self._shared.donated:
@@ -238,7 +238,7 @@ class CudaBackend:
                 pass
 
     def steps(self, program: int) -> Sequence[Callable[[Any], None]]:
-        """The steps of a replay between inputs and outputs, functions of a stream: for measurements inside `locked`."""
+        """The steps of a replay without copies of inputs and outputs: functions of a stream, for measurements inside `locked`."""
         return (self._bound.get(program) or self._programs.first_used(program, self.order.default)).steps
 
     def watch(self, profile: Profile | None) -> None:
@@ -257,7 +257,7 @@ class CudaBackend:
 
     @property
     def owner(self) -> object:
-        """Keeps nothing alive: closing the session frees GPU memory."""
+        """The owner of tensors over state or weights. It does not keep their memory (on a CPU it does): closing frees it."""
         return self
 
     def address(self, weight: int, stream: Any = None) -> int:
@@ -268,7 +268,7 @@ class CudaBackend:
         return self.read(self.address(weight), self._size(weight), stream)
 
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
-        """From CPU memory (None), which may be pinned and change afterwards, the copy is complete on return."""
+        """If `device` is None, `address` is in CPU memory, and the copy is complete on return: the memory may change afterwards."""
         place, size = self.address(weight), self._size(weight)
         if device is not None:
             memory.copy(place, address, size, stream)
@@ -317,8 +317,8 @@ class CudaBackend:
 
     def close(self) -> None:
         """Waits for running work and frees the session; the last one also frees what sessions share. Outputs keep the context. A
-        second close, or one in a forked process, does nothing. Inside a call of this thread, the next close or garbage collection
-        frees the session."""
+        second close, or one in a forked process, does nothing. If this thread is inside a call (as in a signal handler), it only
+        refuses new calls, and the next close or garbage collection frees the session."""
         if self._context.inherited:
             return
         self._lock.end()
@@ -366,7 +366,7 @@ class CudaBackend:
         return span(row)
 
     def _rest(self) -> Iterator[None]:
-        """Binds the remaining programs, one per step, between calls, until this is closed."""
+        """Binds the remaining programs between calls, at most one for each item that it yields, until this is closed."""
         for number, places in self._programs.unbound():
             with self.gate:
                 if self.closed:

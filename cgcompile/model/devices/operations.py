@@ -1,6 +1,7 @@
 """Runs an operation of the user's code on the device of its tensors.
 
-If eager PyTorch runs the model on a GPU, moves are real, and operations on the host run on the CPU.
+If eager PyTorch runs the model on a GPU, moves copy tensors, and operations on the host run on the CPU.  Otherwise, and while the
+model is traced, nothing moves: a move is only a marker operator (markers.py).
 
 Private interfaces (torch 2.11, 2.13): `torch.utils._device._device_constructors`, the functions that create tensors, and the
 functions of `torch._VF` for packed sequences and LSTMs.

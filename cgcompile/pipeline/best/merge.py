@@ -1,7 +1,8 @@
 """Merges recordings of a program with different lowerings: every int_key gets the graphs of its chosen lowering.
 
-Weights, state and inputs have the same offsets in all recordings.  Each recording appends tables to memory `weights`, and donated
-outputs to memory `arena`.  These ranges are moved so that they do not overlap, and addresses that point to them are changed.
+Weights, state and inputs have the same offsets in all recordings.  Each recording appends tables to memory `weights`, and reserves
+ranges for donated outputs in front of the rest of memory `arena`.  Different tables are moved so that they do not overlap.  All
+recordings get the same reserved ranges, and the rest of the arena is moved behind these.  Addresses of what was moved are changed.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def conflicts(recordings: Mapping[str, Recorded]) -> set[frozenset[str]]:
 
 
 def merged(recordings: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> Recorded:
-    """Returns one recording, with each key's graphs from its chosen one.  `recordings`: of `beside_each_other`, all chosen."""
+    """Returns one recording, with each key's graphs from its chosen one.  `recordings`: results of `beside_each_other`.  Each is
+    chosen for at least one key; if no key has graphs, there is one recording."""
     first = next(iter(recordings.values()))
     graphs = {key: recordings[chosen[key]].graphs[key] for key in first.graphs}
     used = {function.image for key_graphs in graphs.values() for graph in key_graphs for function in graph.recording.functions}

@@ -96,8 +96,8 @@ class Begun:
 
 @contextmanager
 def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
-    """Starts all compilations, for processors of a `level`.  `functions`: whether to compile `kernels.standalone`; None: if
-    `products.fast`."""
+    """Starts all compilations, for processors of a `level`.  `functions`: whether to compile `kernels.standalone`; if None,
+    `products.fast` decides for this level."""
     with ExitStack() as stack:
         needs_functions = fast(level) if functions is None else functions
         has_compiler = shutil.which(compiler()) is not None

@@ -43,14 +43,15 @@ def bench(
     ] = "",
     generate: Annotated[
         bool,
-        typer.Option("--generate", help="Measure a language model, and generate of transformers (eager, compile)."),
+        typer.Option("--generate", help="Measure generation by a bundle and by transformers' generate() (eager, compile)."),
     ] = False,
     load: Annotated[
         str,
         typer.Option(
             "--load",
             metavar="WORDS",
-            help="With --generate, http://HOST:PORT as BUNDLE: requests=256,rate=8,prompt=32-2000,answer=16-512.",
+            help="The load for a running server (--generate, BUNDLE http://HOST:PORT), joined by commas: requests=256, rate=8 a "
+            "second, prompt=32-2000 and answer=16-512 tokens, shared=0 equal tokens in front of every prompt.",
         ),
     ] = "",
     entry: Annotated[
@@ -64,10 +65,10 @@ def bench(
     """Measure a bundle beside other ways to serve its model.
 
     Measure cold start by phases, time of a call, and memory. Every cold
-    start is a fresh process, rounds alternate, and all outputs are compared
-    with those of the self-test. Baselines run the program in the bundle. A
-    baseline that fails has a row with the reason. Exit status 1 if outputs
-    are wrong.
+    start is a fresh process. In each round the bundle and the baselines
+    take turns. All outputs are compared with those of the self-test.
+    Baselines run the program in the bundle. A baseline that fails has a row
+    with the reason. Exit status 1 if outputs are wrong.
 
     \b
     cgcompile bench gpt.cgb

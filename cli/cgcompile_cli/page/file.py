@@ -10,7 +10,8 @@ from .page import OPENING
 
 
 def check_place(file: str, bundle: str) -> None:
-    """Raises UsageError if `file` is a directory, has no folder, lies in the bundle, or exists and is not a page of `inspect`."""
+    """Raises UsageError if `file` is empty, is a directory, is in a folder that does not exist, lies in the bundle, or exists and
+    is not a page of `inspect`."""
     folder = os.path.dirname(file) or "."
     if not file:
         raise UsageError("--html: expected the name of a file", "name one, or - for stdout")
