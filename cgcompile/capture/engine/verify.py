@@ -230,9 +230,8 @@ def _undefined(steps: Steps, results: Sequence[Sequence[Region]], floats: Collec
 def _with_defined_outputs(
     steps: Steps, undefined: Sequence[Collection[Chunk]], floats: Collection[str], contents: Path
 ) -> tuple[Steps, list[list[tuple[Place, int]]]]:
-    """Returns the steps; before its graph, a step also writes the chunks that the previous graph left undefined.  Floats get random
-    numbers, other dtypes zeros.  Also returns these chunks for every step, with the offsets of their
-    new bytes in the file."""
+    """Returns the steps, which also write the chunks that the previous graph left undefined: random numbers for floats, zeros for
+    other dtypes.  Also returns these chunks for every step, with the offsets of their new bytes in the file."""
     numbers = torch.randn(CHUNK // 2, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)  # moderate as any float type
     values = (torch.zeros(CHUNK, dtype=torch.uint8), numbers.view(torch.uint8))
     with open(contents, "ab") as file:
