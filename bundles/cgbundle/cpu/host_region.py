@@ -127,8 +127,7 @@ class HostRegion:
         """Declares that these weights do not change until `close`: code with its own matrix products caches packed weights by their
         address. The region keeps the `owner` of the memory until that cache is freed. Otherwise a later update could get the same
         address, and calls would use the old weights."""
-        if not self._memory:
-            self._memory.append(owner)
+        self._memory.append(owner)
         function = getattr(self._library, "cgbundle_fix", None)
         if function is not None:
             self._fixed.append(address)
