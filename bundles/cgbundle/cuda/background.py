@@ -60,12 +60,16 @@ model; tests/gpu/REPORT.md)."""
 
 PAUSE = 1e-3  # seconds between steps, so that callers get the interpreter's lock
 
+QUIET = 0.05
+"""Seconds without a replay before a graph of an engine is built.  The engine's thread would wait for the interpreter's lock: with
+one lane, vLLM made 5 to 17 % fewer tokens/s until all graphs were built (tests/gpu/REPORT.md)."""
+
 
 class Background:
-    """Runs the steps of an iterator in another thread. An error ends them: a call that needs the result will raise it again. `stop`
-    and the end of the process wait for the thread."""
+    """Runs the steps of an iterator in another thread. A step yields the seconds until the next. An error ends them: a call that
+    needs the result will raise it again. `stop` and the end of the process wait for the thread."""
 
-    def __init__(self, steps: Iterator[None]) -> None:
+    def __init__(self, steps: Iterator[float]) -> None:
         import threading  # few programs have so many graphs
 
         self._steps, self._stopped = steps, threading.Event()
@@ -82,8 +86,8 @@ class Background:
         try:
             if self._stopped.wait(FIRST):
                 return
-            for _ in self._steps:
-                if self._stopped.wait(PAUSE):
+            for pause in self._steps:
+                if self._stopped.wait(pause):
                     return
         except CgbundleError:
             return

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..cuda.background import Background
+from ..cuda.background import PAUSE, QUIET, Background
 from ..cuda.driver import Context, Relaxed, call, driver_version
 from ..cuda.graph_executor import GraphExecutor
 from ..cuda.memory import Memories
@@ -53,6 +53,7 @@ class AttachedGraph:
         graphs = self._graphs
         if graphs.closed:
             raise ProgramClosed("program-closed", f"graph {self.key!r}: these graphs were closed", "attach them again")
+        graphs._replays += 1
         handle = graphs.stream() if stream is None else stream
         executor = self._executor or graphs._built(self)
         with self._context:
@@ -79,7 +80,7 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
         self._background: Background | None = None
         self.tensors: Mapping[str, Any] = MappingProxyType({})
         self.memory: Mapping[str, int] = MappingProxyType({})
-        self.closed = False
+        self._replays, self.closed = 0, False
 
     def __getitem__(self, key: Key) -> AttachedGraph:
         """The graph that was saved under `key`.  Raises graph-missing, which is a KeyError."""
@@ -139,12 +140,17 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
                 graph._executor = executor
             return graph._executor
 
-    def _rest(self) -> Iterator[None]:
+    def _rest(self) -> Iterator[float]:
+        """Builds a graph in each step, but none until QUIET seconds have passed without a replay."""
+        seen = 0
         for graph in list(self._graphs.values()):
+            yield PAUSE
+            while seen != self._replays:
+                seen = self._replays
+                yield QUIET
             if self.closed:
                 return
             self._built(graph)
-            yield
 
 
 def attach(
@@ -165,8 +171,8 @@ def attach(
     - `device`: the GPU; None: that of the tensors.
     - `unverified`: True also accepts graphs that were saved with verify=False.
     - `key`: public ed25519 keys, one of which must have signed the bundle, as for `load`.  The signature is checked first.
-    - `lazy`: False builds every graph now, True at its first replay.  None builds the graphs in the background; a replay whose
-      graph is not built yet builds it.
+    - `lazy`: False builds every graph now, True at its first replay.  None builds them in the background while no graph
+      is replayed; a replay whose graph is not built yet builds it.
 
     All files and tensors are checked before anything is put on the GPU.  A graph's recording is checked when the graph is built.
 

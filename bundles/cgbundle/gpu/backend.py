@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..call.forks import FORKS, forked
 from ..call.locks import ExclusiveLock, closed, during, locked
 from ..cuda import driver, memory
-from ..cuda.background import Background, ContextFuture
+from ..cuda.background import PAUSE, Background, ContextFuture
 from ..cuda.driver import Context, Relaxed, cu
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
@@ -365,12 +365,12 @@ class CudaBackend:
         row = self._manifest.weights[weight]
         return span(row)
 
-    def _rest(self) -> Iterator[None]:
-        """Binds the remaining programs between calls, at most one for each item that it yields, until this is closed."""
+    def _rest(self) -> Iterator[float]:
+        """Binds the remaining programs between calls, at most one in each step, until this is closed."""
         for number, places in self._programs.unbound():
             with self.gate:
                 if self.closed:
                     return
                 with self._context, Relaxed():
                     self._programs.bind_one(number, places)
-            yield
+            yield PAUSE

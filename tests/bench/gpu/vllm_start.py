@@ -1,9 +1,9 @@
 """Compares starts of vLLM without and with the plugin in examples/vllm_plugin; the two alternate.
 
-    python -m tests.bench.gpu.vllm_start MODEL GRAPHS [--turns 3] [--options '{"load_format": "dummy"}']
+    python -m tests.bench.gpu.vllm_start MODEL GRAPHS [--turns 3] [--rounds 5] [--options '{"load_format": "dummy"}']
 
 GRAPHS is the folder of the plugin; an empty one is filled first.  Every start is its own process.  Prints a row for each: seconds
-from process start to the engine, the phases in vLLM's log, tokens/s at LANES (best of ROUNDS; not while a cache or the
+from process start to the engine, the phases in vLLM's log, tokens/s at LANES (best of --rounds; not while a cache or the
 folder is filled), used memory, and whether the tokens equal those of the first start.  The logs are in `GRAPHS.logs`.
 """
 
@@ -25,7 +25,6 @@ from typing import Any
 from tests.helpers.places import ROOT
 
 LANES = (1, 32, 256)
-ROUNDS = 5
 PROMPTS, NEW = 64, 32
 LENGTHS = (5, 40, 300, 700)
 """Lengths of prompts in tokens, below and above the largest captured size."""
@@ -129,6 +128,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("graphs", type=Path)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of tokens/s per start; 0: none")
     parser.add_argument("--options", default="{}", help="options of vLLM's LLM, in JSON")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -142,8 +142,8 @@ def main() -> None:
     if arguments.turns:
         rows.append(start("stock 0", arguments, None, rounds=0))  # fills vLLM's cache, whose names depend on its options
     for number in range(1, arguments.turns + 1):
-        rows.append(start(f"stock {number}", arguments, None, rounds=ROUNDS))
-        rows.append(start(f"plugin {number}", arguments, arguments.graphs, rounds=ROUNDS))
+        rows.append(start(f"stock {number}", arguments, None, rounds=arguments.rounds))
+        rows.append(start(f"plugin {number}", arguments, arguments.graphs, rounds=arguments.rounds))
     others = [row["start"] for row in rows if row["tokens"] != rows[0]["tokens"]]
     print("the same tokens in all starts" if not others else f"other tokens in {', '.join(others)}")
 

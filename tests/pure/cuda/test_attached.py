@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import cgbundle
+from cgbundle.cuda.background import PAUSE, QUIET
 from cgbundle.errors import CgbundleError
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import Engine, Manifest
@@ -111,6 +112,19 @@ def test_graphs_are_built_in_the_background(fake: FakeDriver, path: Path) -> Non
         graphs._background._thread.join(10)
         assert built(fake) == 2
     assert not fake.live
+
+
+def test_no_graph_is_built_in_the_background_while_graphs_are_replayed(fake: FakeDriver, path: Path) -> None:
+    """The engine's thread would wait for the interpreter's lock: vLLM lost 5 to 17 % of its tokens/s with one lane."""
+    with cgbundle.attach(path, tensors(Memory(512), Memory(512)), lazy=True) as graphs:
+        steps = graphs._rest()
+        graphs[8, "rows"].replay()
+        for _ in range(5):
+            next(steps)
+            graphs[8, "rows"].replay()
+        assert built(fake) == 1
+        assert list(steps) == [QUIET, PAUSE]
+        assert built(fake) == 2
 
 
 def test_a_graph_that_cannot_be_built_is_built_at_the_next_replay(fake: FakeDriver, path: Path) -> None:

@@ -34,7 +34,7 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
 class Waiting:
     """A background whose steps the test runs."""
 
-    def __init__(self, steps: Iterator[None]) -> None:
+    def __init__(self, steps: Iterator[float]) -> None:
         self.step: Callable[[], object] = lambda: next(steps, "done")
         self.stopped = False
 
@@ -65,7 +65,7 @@ def test_how_many_are_built_at_load(fake: FakeDriver, bundle: tuple[Manifest, Pa
 def test_a_call_that_comes_before_builds_its_key_and_no_one_again(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     backend = opened(*bundle, lazy=None)
     assert answers(backend, 1) and fake.calls.count(BUILT) == 2
-    assert [backend._background.step() for _ in range(3)] == [None, None, "done"]  # type: ignore[union-attr]
+    assert [backend._background.step() for _ in range(3)] == [background.PAUSE, background.PAUSE, "done"]  # type: ignore[union-attr]
     assert answers(backend, 0) and answers(backend, 1) and fake.calls.count(BUILT) == 2
     backend.close()
 
