@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from .cases import FEATURES, NEEDED
 
@@ -72,37 +73,51 @@ def halves() -> list[str]:
 
 def judged_half(name: str, tokens: int) -> str:
     """Returns `judged` of the text part of a multimodal model, which `build` takes from a folder with the complete model."""
-    import torch
-    from transformers import AutoConfig
-
     from cgcompile.errors import ModelError
-    from cgcompile.language_models.architectures.text_half import WHOLE
-    from cgcompile.language_models.comparison.probe import check_kind
     from cgcompile.language_models.comparison.refusal import error_text
-    from cgcompile.language_models.comparison.texts import compare_texts, small_reference
-    from cgcompile.language_models.networks import folder_configuration, folder_network
+    from cgcompile.language_models.comparison.texts import compare_texts
     from cgcompile.language_models.recipe import small
 
     try:
-        config = AutoConfig.for_model(name, **NEEDED.get(name, {}))
-        kind = next(kind for kind in WHOLE if type(config) in kind._model_mapping)
-        reference = small_reference(config, kind)
+        reference = small_multimodal(name)
     except Exception as error:  # noqa: BLE001 an error of transformers
         return f"no small copy: {error_text(error)}"
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            reference.save_pretrained(folder)
-            check_kind(folder_configuration(folder))
-            compare_texts(folder_network(folder, torch.float32), reference, small, tokens, tokens)
-        except ModelError as error:
-            return f"{'WRONG' if 'text differs' in str(error) else 'refused'}: {error}"
-        except Exception as error:  # noqa: BLE001 any error is a result
-            return f"traceback: {error_text(error)}"
+    try:
+        compare_texts(text_half(reference), reference, small, tokens, tokens)
+    except ModelError as error:
+        return f"{'WRONG' if 'text differs' in str(error) else 'refused'}: {error}"
+    except Exception as error:  # noqa: BLE001 any error is a result
+        return f"traceback: {error_text(error)}"
     return "equal"
 
 
+def small_multimodal(name: str) -> Any:
+    """Makes a small multimodal model with random weights.  Raises the errors of transformers."""
+    from transformers import AutoConfig
+
+    from cgcompile.language_models.architectures.text_half import WHOLE
+    from cgcompile.language_models.comparison.texts import small_reference
+
+    config = AutoConfig.for_model(name, **NEEDED.get(name, {}))
+    return small_reference(config, next(kind for kind in WHOLE if type(config) in kind._model_mapping))
+
+
+def text_half(reference: Any) -> Any:
+    """Saves a multimodal model to a folder and loads its text part from there, over pages.  Raises ModelError."""
+    import torch
+
+    from cgcompile.language_models.comparison.probe import check_kind
+    from cgcompile.language_models.networks import folder_configuration, folder_network
+
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)
+        check_kind(folder_configuration(folder))
+        return folder_network(folder, torch.float32)
+
+
 def built(name: str, tokens: int, target: str) -> str:
-    """Builds a model type or feature that is equal in eager PyTorch. Returns `equal, built`, `WRONG: where` or `not built: why`.
+    """Builds a model type, feature or text part that is equal in eager PyTorch. Returns `equal, built`, `WRONG: where` or
+    `not built: why`.
 
     The bundle generates `tokens` tokens after each prompt. `target` is that of `cgcompile build`.
     """
@@ -115,8 +130,12 @@ def built(name: str, tokens: int, target: str) -> str:
     from cgcompile.language_models.comparison import texts
     from cgcompile.language_models.example_inputs import ExampleInputs
 
-    config = AutoConfig.for_model(**FEATURES.get(name) or {"model_type": name, **NEEDED.get(name, {})})
-    network, reference = texts.small_networks(config)
+    if name.endswith(HALF):
+        reference = small_multimodal(name.removesuffix(HALF))
+        network = text_half(reference)
+    else:
+        config = AutoConfig.for_model(**FEATURES.get(name) or {"model_type": name, **NEEDED.get(name, {})})
+        network, reference = texts.small_networks(config)
     model = CausalLM(network, texts.PAGES, texts.SLOTS, 0).eval()
     inputs = ExampleInputs(config=network.config, pages=texts.PAGES, slots=texts.SLOTS, turns=0).entries()
     del inputs["choose"]  # no family changes this entry
