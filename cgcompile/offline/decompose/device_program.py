@@ -103,7 +103,8 @@ def _in_exported_order(node: torch.fx.Node, output: Any) -> Any:
 
 
 def _with_order_of(result: Any, like: Any) -> Any:
-    """Returns `result` with its axes in the memory order of `like`.  Later operations, above all views, were exported for it."""
+    """Returns `result` with its axes in the memory order of `like`.  Later operations, above all views, were exported for this
+    order."""
     if not isinstance(result, torch.Tensor) or not isinstance(like, torch.Tensor):
         return result
     strides = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in like.stride()]

@@ -127,7 +127,7 @@ def interpret(
 
 def _cache_files(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
     paths = {path for task in tasks for subtask in (task, *task.others) for path, _ in subtask.weights}
-    cache_files, hashes = {}, {path: _hash(path) for path in paths}  # usually one large file
+    cache_files, hashes = {}, {path: _hash(path) for path in paths}  # hashes each file once, because weight files are large
     for task in tasks:
         descriptions = []
         for subtask in (task, *task.others):
