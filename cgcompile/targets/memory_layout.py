@@ -27,8 +27,8 @@ RECORDED_STATES = 5
 results of a replay and of two runs of eager PyTorch."""
 
 MORE = 1
-"""The number of extra rows in a second recording, and in the proof, of state with a variable number of rows.  Nothing else may
-differ there."""
+"""The number of extra rows in a second recording, and in the proof, of state with a variable number of rows.  Apart from these
+rows, the recordings must be equal."""
 
 
 def align(value: int, to: int = ALIGN) -> int:

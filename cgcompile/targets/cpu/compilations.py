@@ -208,8 +208,8 @@ def unnamed_machine() -> Iterator[None]:
 
 @contextmanager
 def unprobed(compilers: Compilers) -> Iterator[None]:
-    """While active, makes Inductor use an instruction set if the processor has it and the compiler enables it with its options.
-    Inductor itself checks the processor.  Raises torch-unsupported."""
+    """While active, makes Inductor use an instruction set if the processor has it and the compiler enables it with the set's
+    options.  Inductor itself checks the processor.  Raises torch-unsupported."""
     if not hasattr(cpu_vec_isa.VecISA, "check_build"):
         raise _unsupported("torch._inductor.cpu_vec_isa.VecISA.check_build")
 
