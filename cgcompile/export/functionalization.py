@@ -50,13 +50,13 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     if writes is not None:
         return _with_writes(program.graph_signature, writes)
     if any(node.target is torch.ops.aten.lstm.input for part in parts for node in part.graph.nodes):
-        # on CUDA, torch before 2.13 decomposes it to states with an extra axis (pytorch issue 151200)
+        # on CUDA, torch before 2.13 decomposes this operator to states with an extra axis (pytorch issue 151200)
         program = without_weights(program)
     try:
         with _other_operators_left_alone(parts):
             return program.run_decompositions({}).graph_signature
     except Exception as error:
-        if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # a text of torch
+        if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # torch's text
             raise ModelError(
                 "state-changed",
                 f"{where}: forward() writes to a tensor in an attribute, which is not a buffer",

@@ -44,7 +44,7 @@ class CountedResults:
 
     @property
     def slots(self) -> list[Slot]:
-        """The branch outputs with counts of valid elements.  Axes that always have the same count share one."""
+        """The branch outputs with counts of valid elements.  Axes that always have the same count share one output."""
         return [("count", axis) for axis in dict.fromkeys(self._counts.values())]
 
     def count(self, body: Body, line: Line, axis: Axis) -> Node:

@@ -26,8 +26,8 @@ MOST = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Path:
-    """One path through a tree.  `answers`: (answers before a question in its line, its answer).  `asks`, `reads`, `sizes`: as in
-    TracedWay."""
+    """One path through a tree.  `answers`: for each question, (the answers before it in its line, the answer to it).  `asks`,
+    `reads`, `sizes`: as in TracedWay."""
 
     answers: tuple[tuple[tuple[bool, ...], bool], ...]
     asks: tuple[bool, ...]
@@ -112,7 +112,7 @@ def paths(tree: Tree, most: int = MOST) -> Iterator[Path]:
 
 
 class _ForcedModule(torch.nn.Module):
-    """The program with forced answers.  `taken`: answers before a question in its line -> its answer."""
+    """The program with forced answers.  `taken`: the answers before a question in its line -> the answer to it."""
 
     def __init__(self, module: ProgramModule, tree: Tree, taken: Mapping[tuple[bool, ...], bool]) -> None:
         super().__init__()
