@@ -20,8 +20,8 @@ from .digests import CHUNK, digests
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Here:
-    """Addresses in this process: of the engine's spans, and, by name, of its tensors in private pools.  `pools`: address and bytes
-    of all memory of these pools."""
+    """The addresses in this process of the engine's spans and, by name, of its tensors in private pools.  `pools`: address and
+    bytes of all memory of these pools."""
 
     spans: tuple[int, ...]
     pooled: Mapping[str, int]
@@ -31,7 +31,8 @@ class Here:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
     """Memory to compare: `size` bytes at `address`, which is `at` bytes after the start of tensor `name`.  Both are multiples of 8.
-    `begin`: offset of these bytes in the file of contents.  `span`: a span of the engine, not part of a private pool."""
+    `begin`: offset of these bytes in the file of contents.  `span`: whether it is in a span of the engine, not in a private
+    pool."""
 
     name: str
     at: int
