@@ -231,7 +231,7 @@ def _tensor(like: torch.Tensor, contents: bytes) -> torch.Tensor:
 
 
 class _Stages:
-    """Collects stages.  An input or recording begins a new stage if this one has a recording or reads."""
+    """Collects stages.  An input or recording begins a new stage if the current stage has a recording or reads."""
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []

@@ -55,7 +55,7 @@ def layer_of(node: Node) -> str:
 
 
 def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], state: Sequence[str]) -> dict[str, int]:
-    """The device of every buffer that a layer reads: that of the first such layer.  Operations outside the layers do not count,
+    """Maps every buffer that a layer reads to the device of the first layer that reads it.  Ignores operations outside the layers,
     such as those of an entry that resets caches."""
     owners: dict[str, int] = {}
     for program in programs:

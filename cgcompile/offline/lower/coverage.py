@@ -277,7 +277,8 @@ def _may_fall_back(node: Node) -> bool:
 
 
 def chooses(op: Any) -> bool:
-    """Whether Inductor has a kernel for an operator with some arguments and GPUs, and calls torch's own operator for others."""
+    """Whether Inductor has a kernel for an operator with some arguments and GPUs, and calls torch's own operator for other
+    arguments or GPUs."""
     name = str(op).partition(".")[2].partition(".")[0].rstrip("_")
     return name in CHOOSING or name in _names_of_fallbacks()
 
