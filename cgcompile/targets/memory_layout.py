@@ -102,8 +102,9 @@ class WeightLayout:
 def lay_out(
     shapes: Mapping[str, Shape], state: Collection[str] = (), host_only: Collection[str] = (), varying: Collection[str] = ()
 ) -> WeightLayout:
-    """Assigns offsets to the program's tensors, in their order.  Tensors named in `state` are in memory `state`, the others in
-    `weights`.  Tensors in `host_only` get no place on the GPU.  Tensors in `varying` are state with a variable number of rows."""
+    """Assigns offsets to the program's tensors, in their order.  Tensors named in `state` are in memory `state`, all other tensors
+    in `weights`.  Tensors in `host_only` get no place on the GPU.  Tensors in `varying` are state with a variable number of
+    rows."""
     rows: list[Weight] = []
     offsets: dict[str, int] = {}
     ends = {"weights": 0, "state": 0}

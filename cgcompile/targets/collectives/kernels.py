@@ -1,8 +1,8 @@
 """Kernels for collectives between the GPUs of one host: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast.
 
 All of them are variants of one exchange.  Every rank writes a part of its input to the memory of every other rank
-(`exchange_memory`), and waits for the parts that the others send.  Then it adds the parts in the order of the ranks, or stores them
-side by side.  The fixed order, in float32, gives the same bits on every rank and in every run.
+(`exchange_memory`), and waits for the parts that the other ranks send.  Then it adds the parts in the order of the ranks, or stores
+them side by side.  The fixed order, in float32, gives the same bits on every rank and in every run.
 
 There are two methods to send.  A packet holds 8 bytes of data and its epoch twice.  The receiver polls the data itself, so an
 exchange needs one trip over the link, and twice the bytes.  Buffers hold plain data, followed by a flag per block.  A *piece* is

@@ -168,8 +168,8 @@ class OwnFunctions:
 
 
 def _linked_alone(command: list[str], functions: OwnFunctions, folder: Path, stack: ExitStack) -> bool:
-    """Links with these functions only.  If the code calls others, or if they do not compile, raises if they are required, else
-    returns False."""
+    """Links with these functions only.  If the code calls other functions, or `functions` do not compile, raises if they are
+    `required`, else returns False."""
     if (path := functions.object_file.result()) is None:
         if functions.required:
             raise BuildError("compiler-failed", f"the C++ compiler refuses {standalone_code.SOURCE}")
