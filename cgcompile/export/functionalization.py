@@ -228,13 +228,13 @@ def keeps_rng_state(node: Node) -> bool:
 
 
 def written_inputs(signature: ExportGraphSignature) -> tuple[int, ...]:
-    """Returns the positions of the inputs that the program writes to, ascending.  `signature`: of its functional form."""
+    """Returns the positions of the inputs that the program writes to, ascending.  `signature`: the one of its functional form."""
     user = list(signature.user_inputs)
     return tuple(sorted({user.index(name) for name in signature.user_inputs_to_mutate.values()}))
 
 
 def state_buffers(signature: ExportGraphSignature) -> tuple[str, ...]:
-    """Returns the names of the buffers that the program writes to, sorted.  `signature`: of its functional form."""
+    """Returns the names of the buffers that the program writes to, sorted.  `signature`: the one of its functional form."""
     return tuple(sorted(set(signature.buffers_to_mutate.values())))
 
 

@@ -36,7 +36,8 @@ class Path:
 
 
 class _Walk:
-    """Follows one path of a tree.  `choose(number)`: whether to take the other answer to the next question with two lines."""
+    """Follows one path of a tree.  A choice is a question on which the model raises for neither answer.  `choose(n)`: whether to
+    take the other answer at choice n."""
 
     def __init__(self, traced: TracedPaths, choose: Callable[[int], bool]) -> None:
         self._traced, self._choose = traced, choose
