@@ -29,8 +29,8 @@ class Layout:
     `prefill`: lanes, tokens per lane and blocks of the recorded prefill for the prompts.  `several`: whether several of its lanes
     may read one prompt.  `decode`: (lanes, blocks) of the recorded decodes with the most blocks.  `page`: tokens in a page.
     `pages`, `slots`: the numbers of pages and slots in the cache, including the unused first one; the maximum if a load chooses the
-    number.  `sampling`: the dtypes of the sampling fields.  `vocabulary`, `dtype`: of the model.  `adapters`: whether lanes select
-    an adapter."""
+    number.  `sampling`: the dtypes of the sampling fields.  `vocabulary`, `dtype`: those of the model.  `adapters`: whether lanes
+    select an adapter."""
 
     prefill: tuple[int, int, int]
     several: bool
