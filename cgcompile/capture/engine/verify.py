@@ -67,7 +67,7 @@ def verify(
     returns: Mapping[Key, Collection[str]] | None = None,
 ) -> None:
     """Compares replays of the engine's graphs with a replay of the bundle in a fresh process.  `prepare` writes a graph's inputs.
-    `returns`: of the private pools, only these tensors are compared after a graph; the rest may hold any bits.
+    `returns`: of the private pools, only these tensors are compared after a graph; all other memory of the pools may hold any bits.
 
     Raises proof-failed if the fresh process gets different bits, and replays-differ if two replays of the engine's own graphs do.
     Raises not-verifiable if no other process can open the engine's memory, or the GPU has no room for a second arena.
