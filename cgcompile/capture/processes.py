@@ -43,7 +43,7 @@ class Process:
 
 class RecorderProcesses:
     """Recorder processes by role.  `folder` holds requests and logs; `cache` is the compile cache that all processes share.
-    The second of `servers` forks every second recorder (role RECORD), the first forks all others."""
+    The second of `servers` forks every second recorder (role RECORD), the first forks all other processes."""
 
     def __init__(self, folder: Path, cache: Path, servers: tuple[ForkServer, ForkServer]) -> None:
         self.folder, self.cache = folder, cache
@@ -121,7 +121,7 @@ class RecorderProcesses:
         self._started[role] = []
 
     def _load(self, process: Process, request: Request) -> None:
-        """Sends a process the request whose program it loads, unless it has one."""
+        """Sends a process the request whose program it loads, unless it already has a request."""
         if process.name not in self._loading:
             self._loading.add(process.name)
             path = self.folder / f"{process.name}.request"

@@ -42,7 +42,8 @@ from .take import Take
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
     """A replay of one key on the self-test's inputs.  `deterministic`: all replays of both processes got the same bits.
-    `differences`: as in RawSelfTest, the larger of the two processes.  `indices`: of the first process."""
+    `differences`: as in RawSelfTest, the larger ones of the two processes.  `indices`: as in RawSelfTest, from the first
+    process."""
 
     contents: ReplayedBytes
     deterministic: bool
@@ -87,9 +88,9 @@ def record(
 ) -> Recorded:
     """Records the programs at every build key of `calls` at one level, and writes the tables into a file beside the weights.
 
-    Calls `prepare` with `options`, then `record_level`.  `processes`: processes to use, with their compile cache.  By default it
-    starts some, with logs in `folder` and the compile cache in `cache` (default: inside `folder`, so that builds share nothing).
-    Raises what the two functions raise.
+    Calls `prepare` with `options`, then `record_level`.  `processes`: processes to use, with their compile cache.  By default
+    `record` starts processes, with logs in `folder` and the compile cache in `cache` (default: inside `folder`, so that builds
+    share nothing).  Raises what the two functions raise.
     """
     recordable = prepare(programs, calls, folder=folder, tell=tell, **options)
     with ExitStack() as stack:

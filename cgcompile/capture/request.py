@@ -62,7 +62,7 @@ class Request:
 
 
 def with_more_rows(request: Request, more: int) -> Request:
-    """Returns a request for a process that has `more` rows of varying state than the others.  All offsets stay the same."""
+    """Returns a request for a process that has `more` rows of varying state than other processes.  All offsets stay the same."""
     weights = [
         replace(row, shape=(row.shape[0] + more, *row.shape[1:])) if row.name in request.varying else row for row in request.weights
     ]

@@ -180,7 +180,7 @@ class RawModuleState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawSelfTest:
-    """A replay on the self-test's inputs.  `outputs`, `mutated` and `state`: as in ReplayedBytes.  `differences`: from eager
+    """A replay on the self-test's inputs.  `outputs`, `mutated` and `state`: as in ReplayedBytes.  `differences`: those from eager
     PyTorch, for outputs, mutated inputs, and state, in this order.  `indices`: as in `near_ties.judge.Verdict`.  `steady`: further
     replays gave the same bits."""
 

@@ -20,7 +20,8 @@ from cgbundle.cpu.host_region import ASSERTS
 from ..model.user_code import place
 
 torch.fx.node.has_side_effect(torch.ops.aten._assert_async.default)
-"""torch (2.11, 2.13) marks only the overload with a message, and removes this one as dead code from branches that it traces."""
+"""torch (2.11, 2.13) marks only the overload with a message, and removes this overload as dead code from branches that it
+traces."""
 
 NUMBER_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range.default)
 """Assertions about numbers.  `sym_constrain_range_for_size` is missing because its numbers never have a single value."""
@@ -36,8 +37,8 @@ def settle_assertions(program: ExportedProgram) -> None:
 
 
 def _use_asserted_numbers(program: ExportedProgram) -> None:
-    """Replaces a number, and numbers computed from it, by constants if an assertion allows one value: `torch._check(2 * n == 40)`.
-    Assertions still use the number itself, so only they and its read run on the host."""
+    """Replaces a number, and numbers computed from it, by constants if an assertion allows only one value, as in
+    `torch._check(2 * n == 40)`.  Assertions still use the number itself, so only they and its read run on the host."""
     constants: dict[torch.fx.Node, int | float] = {}
     for node in list(program.graph.nodes):
         value, follows = node.meta.get("val"), not constants.keys().isdisjoint(node.all_input_nodes)

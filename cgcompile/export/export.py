@@ -199,8 +199,8 @@ def refuse_branches(exported: Exported) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Job:
-    """The arguments of an export.  `shapes`: of the inputs.  `max_paths` and `tell`: as for `export`.  `constant`: sizes can be
-    constants, since every dimension has one size, and calls write to state, so that no call is padded."""
+    """The arguments of an export.  `shapes`: those of the inputs.  `max_paths` and `tell`: as for `export`.  `constant`: sizes can
+    be constants, since every dimension has one size, and calls write to state, so that no call is padded."""
 
     source: Source
     flat: FlatModule
@@ -226,7 +226,8 @@ class _Draft:
 
 def _as_eager(job: _Job, calls: list[SideEffects]) -> _Draft:
     """Exports the model.  If the program differs from eager PyTorch, exports again while `torch.compiler.is_exporting()` and
-    others return False, then with all paths if the model branches on data.  If that does not help, raises the first error."""
+    similar functions return False, then with all paths if the model branches on data.  If that does not help, raises the first
+    error."""
     flat = job.flat
     first = flat.earlier
     try:

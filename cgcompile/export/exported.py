@@ -22,8 +22,8 @@ EagerShapes = tuple[dict[str, int], list[tuple[int, ...]]]
 class Exported:
     """The exported model, which the checks read.
 
-    `programs` take and return flat tensors; so does `flat`, which runs the user's module in eager PyTorch.  `shapes`: of the
-    inputs.  `eager_shapes`: output shapes, at least at the smallest and largest sizes.  `obstacles`: side effects for which the
+    `programs` take and return flat tensors; so does `flat`, which runs the user's module in eager PyTorch.  `shapes`: the shapes of
+    the inputs.  `eager_shapes`: output shapes, at least at the smallest and largest sizes.  `obstacles`: side effects for which the
     programs have no operation.  `unbounded`: why outputs whose sizes depend on data have no bound, or "".  `baked`: name of a
     parameter or buffer whose value Python read during export -> the line that read it.  `written`: parameters and buffers that a
     call may write to.

@@ -35,11 +35,11 @@ Counter = tuple[Obstacle, Any]
 class FirstCalls:
     """The side effects of the first calls.
 
-    `calls`: at the smallest and the largest sizes.  `shapes`: of their outputs.  `changes`: by name, attributes that every call
-    changes.  `counters`: by name, changed numbers and tensors that became buffers.  `holding`: name of another changed attribute ->
-    buffers added for its tensors, to test whether a result depends on them.  `outside`: obstacles from outside the model (random
-    numbers, time).  `written`: names of parameters and buffers that a call wrote to.  `first` and `second`: results of two more
-    calls at the smallest sizes.
+    `calls`: the calls at the smallest and the largest sizes.  `shapes`: the shapes of their outputs.  `changes`: by name,
+    attributes that every call changes.  `counters`: by name, changed numbers and tensors that became buffers.  `holding`: name of
+    another changed attribute -> buffers added for its tensors, to test whether a result depends on them.  `outside`: obstacles from
+    outside the model (random numbers, time).  `written`: names of parameters and buffers that a call wrote to.  `first` and
+    `second`: results of two more calls at the smallest sizes.
     """
 
     calls: tuple[SideEffects, ...]

@@ -50,13 +50,13 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     if writes is not None:
         return _with_writes(program.graph_signature, writes)
     if any(node.target is torch.ops.aten.lstm.input for part in parts for node in part.graph.nodes):
-        # on CUDA, torch before 2.13 decomposes it to states with an extra axis (pytorch issue 151200)
+        # on CUDA, torch before 2.13 decomposes this operator to states with an extra axis (pytorch issue 151200)
         program = without_weights(program)
     try:
         with _other_operators_left_alone(parts):
             return program.run_decompositions({}).graph_signature
     except Exception as error:
-        if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # a text of torch
+        if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # torch's text
             raise ModelError(
                 "state-changed",
                 f"{where}: forward() writes to a tensor in an attribute, which is not a buffer",
@@ -228,13 +228,13 @@ def keeps_rng_state(node: Node) -> bool:
 
 
 def written_inputs(signature: ExportGraphSignature) -> tuple[int, ...]:
-    """Returns the positions of the inputs that the program writes to, ascending.  `signature`: of its functional form."""
+    """Returns the positions of the inputs that the program writes to, ascending.  `signature`: the one of its functional form."""
     user = list(signature.user_inputs)
     return tuple(sorted({user.index(name) for name in signature.user_inputs_to_mutate.values()}))
 
 
 def state_buffers(signature: ExportGraphSignature) -> tuple[str, ...]:
-    """Returns the names of the buffers that the program writes to, sorted.  `signature`: of its functional form."""
+    """Returns the names of the buffers that the program writes to, sorted.  `signature`: the one of its functional form."""
     return tuple(sorted(set(signature.buffers_to_mutate.values())))
 
 

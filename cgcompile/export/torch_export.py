@@ -170,7 +170,8 @@ def _free_symbols(error: BaseException | None) -> frozenset[Any]:
 
 def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
     text = io.StringIO()
-    # with preserve_node_meta, nodes in bodies (of torch.cond and others) keep the lines that Dynamo recorded, not the caller's
+    # with preserve_node_meta, nodes in bodies (of torch.cond and similar operators) keep the lines that Dynamo recorded, not the
+    # caller's
     with torch.no_grad(), redirect_stderr(text), _quiet(LOGGERS[0]), preserve_node_meta(), unregistered_attributes_kept(flat.model):
         program = body_constants.lifted(untraced.export(flat, _separate(tensors), dynamic))
     sys.stderr.write(text.getvalue())
@@ -310,8 +311,8 @@ SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor 
 
 
 def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]], lines: Lines = NO_LINES) -> ModelError:
-    """Returns the ModelError for an error of torch.export.  `sizes`: of the dimensions that were dynamic.  `lines`: those that make
-    a size constant."""
+    """Returns the ModelError for an error of torch.export.  `sizes`: the sizes of the dimensions that were dynamic.  `lines`: those
+    that make a size constant."""
     text = text_of(error)
     fixed = _constants(text)
     for name in sizes:

@@ -47,8 +47,8 @@ def with_graph(
 ) -> ExportedProgram:
     """Returns `program` with the graph of `root`.  `renamed`: old -> new names of outputs.  Weights are shared, not copied.
 
-    `dialect`: a program whose verifiers the new one gets (default: `program`).  Those of `torch.export` allow in-place operators.
-    `other_results`: `output_specs` has results that the program did not have, and calls return a tuple of them.
+    `dialect`: a program whose verifiers the new one gets (default: `program`).  The verifiers of `torch.export` allow in-place
+    operators.  `other_results`: `output_specs` has results that the program did not have, and calls return a tuple of them.
     """
     signature = program.graph_signature
     result_specs = signature.output_specs if output_specs is None else output_specs
@@ -85,7 +85,8 @@ def device_of(program: ExportedProgram) -> torch.device:
 
 
 def on_device(program: ExportedProgram, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    """Returns `program` as if it had been exported on `device`.  `tensors` replace weights by name.  Others stay on their devices.
+    """Returns `program` as if it had been exported on `device`.  `tensors` replace weights by name.  Other weights stay on their
+    devices.
 
     torch's `move_to_device_pass` would move every weight, and would not change autocast regions.
     """

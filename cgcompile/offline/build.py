@@ -124,7 +124,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     world = planned.world
     peer = [("peer", world.size * world.stride)] if world else []
     driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
-    if spec.ranks is None:  # an eager run needs all ranks
+    if spec.ranks is None:  # one rank alone cannot run the model in eager PyTorch
         parts = [
             _with_near_ties(entry, part, self_tests[entry.name], written.weights)
             for entry, part in zip(spec.entries, parts, strict=True)
@@ -189,7 +189,7 @@ def _proved_entry(
     verdicts: list[Verdict] = []
 
     def judge(self_test: KeySelfTest, seen: Seen) -> Sequence[Difference] | None:
-        if spec.ranks is not None:  # an eager run needs all ranks
+        if spec.ranks is not None:  # one rank alone cannot run the model in eager PyTorch
             return None
         key_verdict = verdict(entry.prepared, self_test, seen, bounds, weights)
         if key_verdict is None:
@@ -214,7 +214,7 @@ def _interpret(
     scratch: Path,
     tell: Tell,
 ) -> list[list[tuple[Trial, Outcome]]]:
-    """Interprets all int_keys.  Returns the trials and outcomes of each entry that ended in time."""
+    """Interprets all int_keys.  Returns each entry's (trial, outcome) pairs, without trials that did not end in time."""
     sources = kernel_sources(compiled)
     trials: dict[IntKey, Trial] = {}
     tasks = []

@@ -65,4 +65,5 @@ COLLECTIVES: Mapping[Any, Callable[..., Any]] = {
     _FUNCTIONAL.broadcast.default: _broadcast,
     _FUNCTIONAL.wait_tensor.default: lambda tensor: tensor,
 }
-"""The replacements of functional collectives.  `checks/collectives.py` refuses others, and groups of only some ranks."""
+"""The replacements of functional collectives.  `checks/collectives.py` refuses all other collectives, and groups of only some
+ranks."""

@@ -102,8 +102,8 @@ class HostRead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetCondition:
-    """Sets the condition of the region's branch or loop number `conditional` to the byte: 0 is false.  A switch runs the body with
-    this number."""
+    """Sets the condition of the region's branch or loop number `conditional` to the value of `byte`; 0 is false.  A switch runs the
+    body with this number."""
 
     conditional: int
     byte: Pointer

@@ -33,7 +33,8 @@ def live_weights(tensors: Mapping[str, torch.Tensor], aliases: Sequence[OutputAl
 def whole_jobs(
     programs: Programs, calls: Mapping[IntKey, Sequence[torch.Tensor]], writes: Mapping[IntKey, bool], live: tuple[str, ...]
 ) -> dict[RegionKey, LoweringJob]:
-    """The jobs of programs that are one graph.  `writes`: the program writes to buffers or inputs.  `live`: see `live_weights`."""
+    """The jobs of programs that are one graph.  `writes`: whether each program writes to buffers or inputs.  `live`: see
+    `live_weights`."""
     return {
         (WHOLE, key): LoweringJob(program=programs.at(key), tensors=tuple(tensors), layouts=(), writes=writes[key], live=live)
         for key, tensors in calls.items()

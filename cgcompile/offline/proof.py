@@ -180,8 +180,8 @@ def interpret_ranks(tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence
 
 
 Judge = Callable[[KeySelfTest, Seen], Sequence[Difference] | None]
-"""Returns the differences from eager PyTorch that selects the same indices, or None if no equally good selection gives these
-results."""
+"""Compares a bundle's results with an eager run that selects the same indices.  Returns the differences, or None if no equally good
+selection gives these results."""
 
 
 def nobody(self_test: KeySelfTest, seen: Seen) -> None:
@@ -231,7 +231,7 @@ def _tensor(like: torch.Tensor, contents: bytes) -> torch.Tensor:
 
 
 class _Stages:
-    """Collects stages.  An input or recording begins a new stage if this one has a recording or reads."""
+    """Collects stages.  An input or recording begins a new stage if the current stage has a recording or reads."""
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []

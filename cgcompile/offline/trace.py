@@ -77,8 +77,8 @@ class CompiledPrograms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedPrograms:
-    """The recordings of all programs.  `bound`: no plan can have a smaller arena, in bytes.  `world`: the rank, for a model over
-    several devices."""
+    """The recordings of all programs.  `bound`: no plan can have a smaller arena, in bytes.  `world`: None, or this rank's part of
+    a model over several devices."""
 
     recorded: RecordedProgram = field(repr=False)
     kept: Kept

@@ -49,10 +49,10 @@ def cut(
 ) -> tuple[Layer, ...]:
     """Returns the fewest layers that alternate between graph and host and respect `edges`, pairs (earlier, later) of positions.
 
-    `small`: a graph layer between two host layers that weighs less moves to the host.  The lightest layer moves first, and one
-    graph layer always remains.  The first and the last layer stay, because the call's inputs and outputs cross there anyway.
-    Each operation of kind "graph" weighs 1, or its entry of `weights`.  A copy to the host and back takes about 20 us, a small
-    kernel 2 to 5 us.  Raises ValueError for an edge that does not point forward.
+    `small`: a graph layer between two host layers moves to the host if it weighs less than this.  The lightest layer moves first,
+    and one graph layer always remains.  The first and the last layer stay, because the call's inputs and outputs cross there
+    anyway.  Each operation of kind "graph" weighs 1, or its entry of `weights`.  A copy to the host and back takes about 20 us, a
+    small kernel 2 to 5 us.  Raises ValueError for an edge that does not point forward.
     """
     before: list[list[int]] = [[] for _ in kinds]
     for earlier, later in edges:

@@ -85,7 +85,8 @@ def has_equal_layers(module: GraphModule) -> bool:
 def best_cut(layers: Sequence[Sequence[Node]]) -> int:
     """Returns the position in a layer before which a cut separates the fewest operations that Inductor would compute in one kernel,
     for example after the attention.  A cut between two layers would separate the last sum of one layer from the norm of the next.
-    If costs are equal, the fewest values cross the cut.  `layers`: the operations of three consecutive equal layers."""
+    Among cuts of equal cost, takes one that the fewest values cross.  `layers`: the operations of three consecutive equal
+    layers."""
     nodes = [node for layer in layers for node in layer]
     numbers = {node: number for number, node in enumerate(nodes)}
     apart = _apart(nodes, numbers)

@@ -30,9 +30,9 @@ aten = torch.ops.aten
 class NodeKind(Enum):
     """INPUT: a tensor of the call.  WEIGHT: a parameter, buffer or constant.  SUBMODULE: a module of a higher-order operator.
 
-    NUMBER: a Python number that the sizes of the call determine.  DATA_DEPENDENT: a number, or a tensor whose size, depends on
-    data.  ASSERTION: a check of such values.  KNOWN_ASSERTION: a check that is decided when the bundle is built.  OPERATION: any
-    other call.
+    NUMBER: a Python number that the sizes of the call determine.  DATA_DEPENDENT: a number that depends on data, or a tensor whose
+    size does.  ASSERTION: a check of such values.  KNOWN_ASSERTION: a check that is decided when the bundle is built.  OPERATION:
+    any other call.
     """
 
     INPUT = "input"

@@ -35,7 +35,8 @@ from .symbolic_sizes import weigh
 from .writes import WriteConstraints
 
 SMALL = 5
-"""A graph between two host regions with fewer kernels is not worth its launch, two copies and a synchronization (see `cut`)."""
+"""A graph between two host regions moves to the host if it has fewer kernels: a graph needs a launch, two copies and a
+synchronization (see `cut`)."""
 
 TIED = "tied to an operation on the host"
 DATA = "needs a value that depends on data"
@@ -287,7 +288,8 @@ def _computes(node: Node, kinds: NodeKinds) -> bool:
 
 
 def _reason(reasons: Sequence[str]) -> str:
-    """Returns up to three different reasons of a region's operations, in order.  TIED and DATA are only used without others."""
+    """Returns up to three different reasons of a region's operations, in order.  Uses TIED and DATA only if there is no other
+    reason."""
     different = list(dict.fromkeys(reasons))
     different = [reason for reason in different if reason not in (TIED, DATA)] or sorted(different)[:1]
     suffix = f", and {len(different) - 3} more" if len(different) > 3 else ""

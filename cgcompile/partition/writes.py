@@ -20,7 +20,8 @@ from .node_kinds import NodeKind, NodeKinds, higher_order, storages, writes_to
 class WriteConstraints:
     """`order`: pairs (earlier, later), besides the edges from an operation to its readers.  `together`: sets of nodes that must be
     in one region.  `touched`: every node that creates, reads or writes memory that is written to.  `written`: for each writing
-    node, the nodes that share the memory.  `outliving`: the inputs and weights among these, whose contents outlive the call."""
+    node, the nodes that share the memory.  `outliving`: the inputs and weights among these nodes, whose contents outlive the
+    call."""
 
     order: tuple[tuple[Node, Node], ...]
     together: tuple[tuple[Node, ...], ...]

@@ -4,9 +4,9 @@ Limits per multiprocessor and block: CUDA C++ Programming Guide, table "Technica
 Multiprocessors, caches and memory of the named GPU: its datasheet or architecture whitepaper.  `tensor_flops` comes from there
 too: dense half precision operations, divided by multiprocessors and clock.
 
-To cross-compile for a new architecture, add a row to ARCHES.  A capture on the GPU itself needs none.  Names have no suffix: Triton
-compiles sm_120 as sm_120a, and the runtime compares architectures without "a" and "f".  cgcompile's PTX is assembled without a
-suffix.  Matrix products use the cost model until tests/bench/tuning has measured them on such a GPU
+To cross-compile for a new architecture, add a row to ARCHES.  A capture on the GPU itself needs no row.  Names have no suffix:
+Triton compiles sm_120 as sm_120a, and the runtime compares architectures without "a" and "f".  cgcompile's PTX is assembled without
+a suffix.  Matrix products use the cost model until tests/bench/tuning has measured them on such a GPU
 (`offline/tuning/sm_120.json`).
 """
 

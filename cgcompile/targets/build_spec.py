@@ -144,8 +144,8 @@ class EntryParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestParts:
-    """The manifest fields that depend on the target; `entries` has the order of BuildSpec.  Files that they name are in the stage
-    folder."""
+    """The manifest fields that depend on the target; `entries` has the order of BuildSpec.  The files that these fields name are in
+    the stage folder."""
 
     target: Target
     weights: tuple[Weight, ...]

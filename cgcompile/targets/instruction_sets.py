@@ -47,7 +47,7 @@ LEVELS = (
 
 COMMON = ("x86-64-v3", "armv8.2-a", "x86-64-v2", "armv8-a")
 """Levels for host regions of cross-compiled bundles, the best first.  All hosts of GPUs from sm_80 on have AVX2, or Arm's atomics.
-The lower levels are for builds on machines without these."""
+The lower levels are for builds on machines without AVX2 or these atomics."""
 
 SWITCHED_OFF = ("-mno-sse4a", "-mno-xop", "-mno-fma4", "-mno-tbm")
 """Options that turn sets off after -march=native: only processors of one vendor have them, and they make no code faster."""

@@ -27,8 +27,8 @@ RECORDED_STATES = 5
 results of a replay and of two runs of eager PyTorch."""
 
 MORE = 1
-"""The number of extra rows in a second recording, and in the proof, of state with a variable number of rows.  Nothing else may
-differ there."""
+"""The number of extra rows in a second recording, and in the proof, of state with a variable number of rows.  Apart from these
+rows, the recordings must be equal."""
 
 
 def align(value: int, to: int = ALIGN) -> int:
@@ -102,8 +102,9 @@ class WeightLayout:
 def lay_out(
     shapes: Mapping[str, Shape], state: Collection[str] = (), host_only: Collection[str] = (), varying: Collection[str] = ()
 ) -> WeightLayout:
-    """Assigns offsets to the program's tensors, in their order.  Tensors named in `state` are in memory `state`, the others in
-    `weights`.  Tensors in `host_only` get no place on the GPU.  Tensors in `varying` are state with a variable number of rows."""
+    """Assigns offsets to the program's tensors, in their order.  Tensors named in `state` are in memory `state`, all other tensors
+    in `weights`.  Tensors in `host_only` get no place on the GPU.  Tensors in `varying` are state with a variable number of
+    rows."""
     rows: list[Weight] = []
     offsets: dict[str, int] = {}
     ends = {"weights": 0, "state": 0}

@@ -148,8 +148,8 @@ def frozen_weights(
     baked: Mapping[str, str],
 ) -> tuple[FrozenWeight, ...]:
     """Returns the manifest rows of weights that an update cannot replace.  `stage` has the files of weights and tables.  `folded`:
-    the names in the programs of weights from which compiled code holds computed values.  `baked`: as in `BuildSpec`.  Tied weights
-    are frozen together."""
+    the programs' names of the weights from which values in the compiled code were computed.  `baked`: as in `BuildSpec`.  Tied
+    weights are frozen together."""
     named = {name for _, program in programs.distinct for name in program.state_dict}
     plain_named, plain_folded = [{name.removeprefix(PREFIX) for name in names} for names in (named, folded)]
     updatable = {row.tensor for row in rows if row.name in plain_named}
@@ -184,15 +184,15 @@ def _zeros_digest(size: int) -> str:
 
 
 def unbound(program: ExportedProgram, bound: Collection[str]) -> set[str]:
-    """Returns the names in the program of weights on which its results depend, but which compiled code does not read.  The code
-    holds values computed from them.  `bound`: the names of the weights that the code reads."""
+    """Returns the program's names of the weights on which its results depend, but which compiled code does not read.  The code
+    holds values computed from these weights.  `bound`: the names of the weights that the code reads."""
     tensors = {name: _memory_key(value) for name, value in {**program.state_dict, **program.constants}.items() if _is_tensor(value)}
     read = {tensors[name] for name in bound}
     return {name for name in used_weights(program) if tensors[name] not in read}
 
 
 def used_weights(program: ExportedProgram) -> set[str]:
-    """Returns the names in the program of the weights on which an output or a write depends."""
+    """Returns the program's names of the weights on which an output or a write depends."""
     names = weight_placeholders(program)
     waiting = [node for node in program.graph.nodes if node.op == "output" or _writes(node)]
     seen = set(waiting)

@@ -1,9 +1,9 @@
 """Chooses capture sizes for a log of requests, with the least padding.  Pure functions.
 
-A request of size s is served by the smallest capture size of at least s; the rest is padding.  An optimal choice contains only
-sizes of the log: a capture size above the largest request that it serves only adds padding.  The largest size of the log is always
-chosen.  Let s[0] < s[1] < ... be the n distinct sizes, and `reach[j]` the number of requests of at most s[j].  The minimum number
-of rows that k capture sizes compute for the requests up to s[j] is
+A request of size s is served by the smallest capture size of at least s; the difference is padding.  An optimal choice contains
+only sizes of the log: a capture size above the largest request that it serves only adds padding.  The largest size of the log is
+always chosen.  Let s[0] < s[1] < ... be the n distinct sizes, and `reach[j]` the number of requests of at most s[j].  The minimum
+number of rows that k capture sizes compute for the requests up to s[j] is
 
     rows[k][j] = min over i < j of rows[k - 1][i] + s[j] * (reach[j] - reach[i])
 

@@ -76,7 +76,7 @@ def _merged(name: str, verdicts: list[tuple[str, str]]) -> OperatorKind:
     if kinds == {"yes", "parts"}:
         kinds = {"yes"}
     kind = kinds.pop() if len(kinds) == 1 else "some"
-    kinds_of_reasons = [kind] if kind != "some" else [*KINDS][::-1]  # reasons of limits before remarks on "yes"
+    kinds_of_reasons = [kind] if kind != "some" else [*KINDS][::-1]  # reasons for limits come before remarks on "yes"
     why = next((why for wanted in kinds_of_reasons for overload_kind, why in verdicts if why and overload_kind == wanted), "")
     return OperatorKind(name=name, kind=kind, why=why)
 

@@ -7,7 +7,8 @@ interrupted one.  A second pull does so too, even within a file, and accepts onl
 Remote data is untrusted.  A manifest is checked completely before its paths are used, also that of a replaced bundle.  Reads stop
 one byte after the length in the manifest.  The hashes of a pulled bundle are checked in a temporary folder before it is renamed.
 
-Only one push may write to a URL at a time, because object stores have no locks.  Two may mix their files, and then pulls fail.
+Only one push may write to a URL at a time, because object stores have no locks.  Two pushes may mix their files, and then pulls
+fail.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class AssembledEngine:
 
 def assemble_engine(one: EngineTake, other: EngineTake, *, own_memory: bool) -> AssembledEngine:
     """Compares and combines the recordings of two processes.  `own_memory`: also refuse pointers stored in the private pools.  Set
-    it if no fresh process replays the graphs: only a replay shows that they write these words before they read them.
+    it if no fresh process replays the graphs: only a replay shows that the graphs write these words before they read them.
 
     Raises engine-differs, addresses-equal, memory-unnamed, pointer-in-tensor, and what `classify_takes` does.
     """

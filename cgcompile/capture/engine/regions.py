@@ -20,8 +20,8 @@ from .digests import CHUNK, digests
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Here:
-    """Addresses in this process: of the engine's spans, and, by name, of its tensors in private pools.  `pools`: address and bytes
-    of all memory of these pools."""
+    """The addresses in this process of the engine's spans and, by name, of its tensors in private pools.  `pools`: address and
+    bytes of all memory of these pools."""
 
     spans: tuple[int, ...]
     pooled: Mapping[str, int]
@@ -30,8 +30,9 @@ class Here:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Memory to compare: `size` bytes at `address`, which is `at` bytes after the start of tensor `name`.  Both are multiples of 8.
-    `begin`: offset of these bytes in the file of contents.  `span`: a span of the engine, not part of a private pool."""
+    """Memory to compare: `size` bytes at `address`, which is `at` bytes after the start of tensor `name`.  `size` and `address` are
+    multiples of 8.  `begin`: offset of these bytes in the file of contents.  `span`: whether it is in a span of the engine, not in
+    a private pool."""
 
     name: str
     at: int
@@ -65,7 +66,8 @@ Chunk = tuple[Region, int]
 
 
 def compared_regions(engine: Engine, here: Here, *, pooled: bool) -> list[Region]:
-    """Returns the engine's spans as regions.  With `pooled`, also those in private pools; overlapping ones form one region."""
+    """Returns the engine's spans as regions.  With `pooled`, also the tensors in private pools; overlapping tensors form one
+    region."""
     first_tensors = {span_of_tensor(engine, row): row for row in reversed(engine.tensors) if row.memory == "inputs"}
     rows = [
         (first_tensors[number].name, span.offset - first_tensors[number].offset, address, span.bytes, True)

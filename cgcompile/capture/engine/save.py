@@ -70,8 +70,8 @@ def save_graphs(
       the tensors that no capture allocated.  A returned output that the graph does not write is not compared: the engine writes
       it later.  Without `returns`, all outputs are compared after every replay.  Then verification fails if a graph's scratch
       memory, whose bits differ in every replay, is also the memory of another graph's outputs.
-    - `prepare`: called with a graph's key before each of these replays, to write inputs into `tensors`.  Without it, a graph reads
-      the values that the previous graphs wrote.  If a kernel increments a counter in a tensor, `prepare` must reset the counter.
+    - `prepare`: called with a graph's key before each replay of the verification, to write inputs into `tensors`.  Without it, a
+      graph reads the values that the previous graphs wrote.  If a kernel increments a counter in a tensor, `prepare` must reset it.
 
     Synchronizes the device.  Refuses memory that belongs to none of `tensors`, and nodes that a bundle cannot hold.  The error
     names the kernel and, where it is known, the line of Python that launched it.  Raises a BuildError.

@@ -67,7 +67,7 @@ def verify(
     returns: Mapping[Key, Collection[str]] | None = None,
 ) -> None:
     """Compares replays of the engine's graphs with a replay of the bundle in a fresh process.  `prepare` writes a graph's inputs.
-    `returns`: of the private pools, only these tensors are compared after a graph; the rest may hold any bits.
+    `returns`: of the private pools, only these tensors are compared after a graph; all other memory of the pools may hold any bits.
 
     Raises proof-failed if the fresh process gets different bits, and replays-differ if two replays of the engine's own graphs do.
     Raises not-verifiable if no other process can open the engine's memory, or the GPU has no room for a second arena.
@@ -188,8 +188,8 @@ def _replayed(
     prepared: Collection[tuple[int, int]],
 ) -> tuple[list[list[int]], bool]:
     """Replays all graphs from the original contents, then with POISON in the private pools.  Returns the regions' digests, and
-    whether both replays gave the same, except the chunks `prepared`.  If so, the pools hold POISON on return, as in the fresh
-    process.  Everything else has its original contents."""
+    whether both replays gave the same bits, except in the chunks `prepared`.  If so, the pools hold POISON on return, as in the
+    fresh process.  All other memory has its original contents."""
     _run(steps)
     after = region_digests(regions)
     put_back(regions, before, contents)
@@ -206,8 +206,8 @@ def _undefined(steps: Steps, results: Sequence[Sequence[Region]], floats: Collec
     """Returns the chunks that a graph returns and does not write, by graph.  The engine writes them between two graphs, as vLLM's
     attention does.  Until then they hold other graphs' scratch, whose place in a pool differs from process to process.
 
-    A chunk that a replay does not change is filled with other bytes; the next replay writes it again, or does not write it.  Dtypes
-    other than `floats` get zeros, because they may be indices.
+    A chunk that a replay does not change is filled with other bytes; if the next replay does not write it, the graph does not.
+    Dtypes other than `floats` get zeros, because they may be indices.
     """
     rows: list[set[Chunk]] = []
     for (prepare, replay), regions in zip(steps, results, strict=True):
@@ -232,7 +232,7 @@ def _with_defined_outputs(
 ) -> tuple[Steps, list[list[tuple[Place, int]]]]:
     """Returns the steps, which also write the chunks that the previous graph left undefined: random numbers for floats, zeros for
     other dtypes.  Also returns these chunks for every step, with the offsets of their new bytes in the file."""
-    numbers = torch.randn(CHUNK // 2, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)  # moderate as any float type
+    numbers = torch.randn(CHUNK // 2, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)  # moderate in all float types
     values = (torch.zeros(CHUNK, dtype=torch.uint8), numbers.view(torch.uint8))
     with open(contents, "ab") as file:
         begin = file.tell()

@@ -1,9 +1,9 @@
 """Runs in a recorder process: captures a program with branches and loops.  Each straight part is lowered and captured separately,
 in program order, into one private pool, so that torch's allocator plans their common arena.  A live tensor keeps its memory.
 
-Results need fixed addresses.  A branch's results are the tensors of its first body; the other bodies copy theirs into them.  A loop
-keeps its carried values in separate tensors, filled before the loop and written in place at the end of its body.  All iterations
-use the same memory, so the values from outside that the body reads stay alive until the loop is captured.
+Results need fixed addresses.  A branch's results are the tensors of its first body; the other bodies copy their results into these
+tensors.  A loop keeps its carried values in separate tensors, filled before the loop and written in place at the end of its body.
+All iterations use the same memory, so the values from outside that the body reads stay alive until the loop is captured.
 
 A capture runs no kernel, but the warm-up of the next part does, and may use results as indices.  So after each part its results get
 the values that eager PyTorch computes.  Integer arguments of bodies that the example does not run are 0: they may be indices.

@@ -52,8 +52,8 @@ SHIFTS = (1 << 20, 34 << 20, 200 << 20)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedProgram:
-    """The loaded programs.  `modules`: by key; their weights are tensors in the buffers `weights` and `state` (weights that they
-    write to).  `first`: initial values of state.  `digests`: digests of all weights.  `inputs`: the buffer of the static inputs.
+    """The loaded programs.  `modules`: by key; their weights are tensors in the buffer `weights` or, if the programs write to them,
+    `state`.  `first`: initial values of state.  `digests`: digests of all weights.  `inputs`: the buffer of the static inputs.
     `split`: by key, programs with host regions, on the GPU; they replace `modules`.  `calls`: (example call, self-test call)."""
 
     request: Request
@@ -187,7 +187,7 @@ def _placed(loaded: LoadedProgram, key: IntKey) -> tuple[list[Any], TreeSpec, li
 
 def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
     """Lowers the program for a key and runs it on a side stream.  Inputs and state that it writes to are reset after every run.
-    Returns a function that calls it without arguments, and its static inputs.  Raises lowering-failed."""
+    Returns a function that calls the lowered program without arguments, and its static inputs.  Raises lowering-failed."""
     tell(f"lowering {key}")
     leaves, spec, where = _placed(loaded, key)
     examples, static = tensors_of(loaded.calls[key][0]), [leaves[i] for i in where]

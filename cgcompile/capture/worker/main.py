@@ -28,7 +28,7 @@ def main(argument: str, requests: IO[str], answers: IO[str]) -> None:
         print(f"+ {text}", file=answers, flush=True)
 
     wake(int(processes))
-    if log is None:  # recorders collect as usual, so that they free GPU memory early
+    if log is None:  # recorders collect garbage as usual, which frees GPU memory early
         collect_seldom()
     for line in requests:
         tell("loading the program")

@@ -54,7 +54,7 @@ def find_module_state(modules: Mapping[str, int], cubins: Mapping[str, Cubin], a
                 continue
             contents = read_device(address, len(symbol.initial))
             if contents == symbol.initial and (symbol.section != WRITABLE or symbol.name not in addresses_by_name):
-                continue  # unchanged; the result has another variable of a writable section
+                continue  # unchanged; of a writable section, another variable is returned
             if symbol.name not in addresses_by_name:
                 raise BuildError(
                     "module-state-unreadable",

@@ -156,7 +156,8 @@ def _host_view(spot: TensorPlace) -> torch.Tensor:
 def _run_all(
     opened: OpenedRegions, run_graph: RunGraph, values: Values | None = None, forget: Callable[[int], None] = lambda done: None
 ) -> Values:
-    """Runs all regions in order, graphs with `run_graph`; calls `forget` with each finished position.  Returns values by name."""
+    """Runs all regions in order, graphs with `run_graph`.  After each region, calls `forget` with its position.  Returns values by
+    name."""
     values = {} if values is None else values
     values.update(zip(opened.partition.inputs, opened.static, strict=True))
     values.update({name: opened.state[name] for name in opened.partition.state})

@@ -65,7 +65,8 @@ class Counts:
         self.define(expr, self.of(other), self._bounds.get(other), self._wholes.get(other))
 
     def lowest(self, low: Mapping[Any, int]) -> dict[Any, int]:
-        """Returns the smallest value of every size.  `low`: smallest values of some sizes, and of sizes with the same counts."""
+        """Returns the smallest value of every size.  `low`: smallest values of some sizes.  They also hold for sizes with the same
+        counts."""
         pairs = [(self._known[expr], value) for expr, value in low.items() if expr in self._known]
         return {expr: max((value for other, value in pairs if other is count), default=0) for expr, count in self._known.items()}
 

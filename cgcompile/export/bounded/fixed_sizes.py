@@ -57,7 +57,7 @@ class FixedSizes:
 
 def with_fixed_sizes(program: ExportedProgram, answers: Sequence[bool], *, told_gpu: bool) -> FixedSizes:
     """Returns the program at fixed sizes that are large enough for any selection, or unchanged if that is not possible.
-    `answers`: to the path's questions.  `told_gpu`: the bundle is for a GPU.  Weights are shared, not copied."""
+    `answers`: the answers to the path's questions.  `told_gpu`: the bundle is for a GPU.  Weights are shared, not copied."""
     if not any(depends(node) for node in program.graph.nodes):
         return FixedSizes(program=program)
     root = copied_graph(program)

@@ -54,11 +54,11 @@ PRODUCTS = ("matmul", "mm", "bmm")
 
 
 class Interpreter:
-    """Runs nodes.  `values`: inputs from the rest of the program, then also the padded results.  `counts`: the true sizes.
+    """Runs nodes.  `values`: inputs from the rest of the program, and the padded results so far.  `counts`: the true sizes.
     `same`: node -> the first node with the same computation.  `told_gpu`: the bundle is for a GPU.
 
-    Eager PyTorch raises for an index beyond the selected rows.  Such an index becomes one out of bounds, but not with `told_gpu`:
-    on a GPU it would access other memory, or make the GPU unusable.
+    Eager PyTorch raises for an index beyond the selected rows.  The interpreter replaces such an index by one that is out of
+    bounds, but not with `told_gpu`: on a GPU this index would access other memory, or make the GPU unusable.
     """
 
     def __init__(

@@ -29,8 +29,8 @@ EMPTY = "the selection must not be empty, because its minimum or maximum is need
 class ResultInterpreter(Interpreter):
     """An Interpreter that also runs operators that take selected rows and return a tensor of fixed size.
 
-    It adds an assertion to an operation that fails on an empty selection.  With `told_gpu` this runs on the host.  `low`: lower
-    bounds of sizes on this path, by symbol (default 0).
+    It adds an assertion to an operation that fails on an empty selection.  With `told_gpu` the assertion runs on the host.  `low`:
+    lower bounds of sizes on this path, by symbol (default 0).
     """
 
     def __init__(

@@ -24,7 +24,7 @@ NOT_COMBINING = frozenset({
     "to.dtype_layout", "to.other", "transpose.int", "type_as", "unsqueeze", "where.Scalar", "where.ScalarOther",
     "where.ScalarSelf", "zeros", "zeros_like",
 })  # fmt: skip
-"""Operators without PyTorch's tag `pointwise` that combine no elements along any axis either."""
+"""Operators that combine no elements along any axis, although they lack PyTorch's tag `pointwise`."""
 
 COMBINING_DIM = frozenset({
     "all.dim", "all.dims", "amax", "amin", "any.dim", "any.dims", "argmax", "argmin", "argsort", "argsort.stable", "cat",

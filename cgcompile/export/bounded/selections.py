@@ -1,5 +1,5 @@
-"""Operators that select elements by data, with padded results that hold any selection.  Selected elements come first, in PyTorch's
-order.  Indices in the padding are 0."""
+"""Operators that select elements by data.  Their padded results are large enough for any selection.  Selected elements come first,
+in PyTorch's order.  Indices in the padding are 0."""
 
 from __future__ import annotations
 

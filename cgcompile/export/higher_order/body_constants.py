@@ -59,7 +59,7 @@ def _lift(module: GraphModule) -> bool:
 
 
 def _add_operand(module: GraphModule, node: Node, body: GraphModule, inner: Node) -> None:
-    """Makes the tensor that node `inner` of `body` reads an operand of `node` and an input of its bodies."""
+    """Turns an attribute tensor of `body`, which its node `inner` reads, into an operand of `node` and an input of its bodies."""
     value = getattr(body, str(inner.target))
     with module.graph.inserting_before(node):
         outer = module.graph.get_attr(add_attribute(module, "body_constant", value))

@@ -1,6 +1,7 @@
 """Short error messages for bodies of `torch.cond` and `torch.while_loop` that torch refuses, some also in eager PyTorch.
 
-torch's messages (2.11, 2.13) have about thirty lines.  Either the first does not name the cause, or the model's line is missing.
+torch's messages (2.11, 2.13) have about thirty lines.  Either the first line does not name the cause, or the message lacks the line
+of the model.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A product under two nested torch.vmap() leaves a value of the inner vmap in the 
 read it.  While torch.export traces, each read of an attribute looks a module up by its hash.  A `__hash__` that reads attributes
 would recurse without end.
 
-Private interfaces of torch: `torch.export._trace._export(pre_dispatch=False)` and `is_functorch_wrapped_tensor`.  Run with
-torch 2.13; those of 2.11 have the same parameters.
+Private interfaces of torch: `torch.export._trace._export(pre_dispatch=False)` and `is_functorch_wrapped_tensor`.  Tested with torch
+2.13; the interfaces of 2.11 have the same parameters.
 """
 
 from __future__ import annotations

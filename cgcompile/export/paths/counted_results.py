@@ -44,7 +44,7 @@ class CountedResults:
 
     @property
     def slots(self) -> list[Slot]:
-        """The branch outputs with counts of valid elements.  Axes that always have the same count share one."""
+        """The branch outputs with counts of valid elements.  Axes that always have the same count share one output."""
         return [("count", axis) for axis in dict.fromkeys(self._counts.values())]
 
     def count(self, body: Body, line: Line, axis: Axis) -> Node:
@@ -98,7 +98,7 @@ def _expression(size: Any) -> Any:
 
 
 def _largest(sizes: Sequence[Any]) -> Any:
-    """Returns a size that is certainly at least as large as all others, or None."""
+    """Returns a size that is certainly at least as large as all other sizes, or None."""
     for size in sizes:
         if size is not None and all(other is not None and (size - other).is_nonnegative for other in sizes):
             return size

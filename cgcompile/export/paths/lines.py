@@ -53,7 +53,7 @@ class Raised:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Line:
-    """The program of one path.  `answers`, `questions`: on this path, in order.  `asks`, `reads`, `sizes`: as in TracedWay.
+    """The program of one path.  `answers`, `questions`: those of this path, in order.  `asks`, `reads`, `sizes`: as in TracedWay.
     `exported`: the program before it became functional.  `writes`: the model's code writes to tensors in place.  `changed`: changed
     attributes.  `assumes`, `unsupported`: as in FixedSizes.  `markers`: positions of the questions in `nodes`.  `live`: for each
     question, the tensors in Python variables, by name, and the condition as "asked".  `keys`: equal for nodes, also of two lines,

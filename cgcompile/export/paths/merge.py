@@ -363,7 +363,8 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _constants(left: Sequence[Any], right: Sequence[Any]) -> dict[int, Any]:
-    """Returns {position: value} of results that are not tensors.  They are part of `Line.result`, so both sides have the same."""
+    """Returns {position: value} of results that are not tensors.  They are part of `Line.result`, so both sides have the same
+    values."""
     return {place: one for place, (one, _) in enumerate(zip(left, right, strict=True)) if not isinstance(one, Node)}
 
 

@@ -100,8 +100,8 @@ def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterato
 
 
 def _notes(joined: Tree, samples: Sequence[Sequence[torch.Tensor]], not_compared: int) -> Iterator[Obstacle]:
-    """Yields a note for every question, with the graphs of both answers or the error that one raises.  Yields a further note if
-    some paths could not be compared."""
+    """Yields a note for every question, with the graphs of both answers or the error that one of them raises.  Yields a further
+    note if some paths could not be compared."""
     if not_compared and joined.root.questions:
         first = joined.root.questions[0]
         message = f"{not_compared} of the paths could not be compared with eager PyTorch: the model raises on example inputs there"

@@ -26,8 +26,8 @@ MOST = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Path:
-    """One path through a tree.  `answers`: (answers before a question in its line, its answer).  `asks`, `reads`, `sizes`: as in
-    TracedWay."""
+    """One path through a tree.  `answers`: for each question, (the answers before it in its line, the answer to it).  `asks`,
+    `reads`, `sizes`: as in TracedWay."""
 
     answers: tuple[tuple[tuple[bool, ...], bool], ...]
     asks: tuple[bool, ...]
@@ -36,7 +36,8 @@ class Path:
 
 
 class _Walk:
-    """Follows one path of a tree.  `choose(number)`: whether to take the other answer to the next question with two lines."""
+    """Follows one path of a tree.  A choice is a question on which the model raises for neither answer.  `choose(n)`: whether to
+    take the other answer at choice n."""
 
     def __init__(self, traced: TracedPaths, choose: Callable[[int], bool]) -> None:
         self._traced, self._choose = traced, choose
@@ -112,7 +113,7 @@ def paths(tree: Tree, most: int = MOST) -> Iterator[Path]:
 
 
 class _ForcedModule(torch.nn.Module):
-    """The program with forced answers.  `taken`: answers before a question in its line -> its answer."""
+    """The program with forced answers.  `taken`: the answers before a question in its line -> the answer to it."""
 
     def __init__(self, module: ProgramModule, tree: Tree, taken: Mapping[tuple[bool, ...], bool]) -> None:
         super().__init__()

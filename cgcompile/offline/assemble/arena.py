@@ -1,9 +1,9 @@
 """The arena plan: the offsets of a lowered program's temporaries in memory `arena`.  Pure; sizes in bytes.
 
 Two temporaries may share bytes if one's last use comes before the other's first use.  The largest sum of sizes that are live
-together is a lower bound.  Finding the smallest arena is NP-hard (dynamic storage allocation).  Greedy placement in a few orders
-reaches the bound on real programs.  If it does not, the highest buffers are placed first in the next attempt.  Equal programs get
-equal plans.
+together is a lower bound.  Finding the smallest arena is NP-hard (dynamic storage allocation).  Greedy placement of the buffers, in
+a few orders, reaches the bound on real programs.  If it does not, the highest buffers are placed first in the next attempt.  Equal
+programs get equal plans.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ WORK = 3_000_000
 """Planning stops after this many comparisons of two buffers, which take about a second."""
 
 ROUNDS = 200
-"""The maximum number of changes to the best order."""
+"""The maximum number of attempts to improve the best order of placement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """`offsets`: position in `Lowered.buffers` -> offset in memory `arena` for every temporary, multiples of 256.  `arena`: bytes
-    that the program needs, with PAD.  `bound`: the reserved bytes plus the largest sum of aligned sizes that are live together."""
+    that the program needs, with `PAD` bytes at the end.  `bound`: the offset `start` plus the largest sum of aligned sizes that are
+    live together."""
 
     offsets: Mapping[int, int]
     arena: int
@@ -201,7 +202,7 @@ def _improve(
             break
         top_buffers = [i for i in range(len(lives)) if current_offsets[i] + lives[i].size == top]
         current = top_buffers + [i for i in current if current_offsets[i] + lives[i].size != top]
-        if tuple(current) in seen:  # a cycle: also moves the buffers just below the top
+        if tuple(current) in seen:  # this order was tried before, so the buffers below the top ones come first
             lower_buffers = {j for i in top_buffers for j in meets[i] if current_offsets[j] + lives[j].size == current_offsets[i]}
             current = sorted(lower_buffers) + [i for i in current if i not in lower_buffers]
             if tuple(current) in seen:
@@ -214,7 +215,7 @@ def _improve(
 
 
 def _meetings(lives: Sequence[Lifetime]) -> list[list[int]]:
-    """For each lifetime, the others that overlap it in time.  `lives`: ordered by first use."""
+    """For each lifetime, the positions of the other lifetimes that overlap it.  `lives`: ordered by first use."""
     meets: list[list[int]] = [[] for _ in lives]
     live: list[int] = []
     for i, life in enumerate(lives):
@@ -244,7 +245,8 @@ def _orders(lives: Sequence[Lifetime]) -> Iterator[Order]:
 
 
 def _pressure(lives: Sequence[Lifetime]) -> list[int]:
-    """For each lifetime, the largest sum of live sizes during it.  Sums grow only at first uses."""
+    """For each lifetime, the largest sum of live sizes during it.  Compares the sums at first uses, because sums grow only
+    there."""
     sums = list(_sums(lives))
     result = []
     for i, life in enumerate(lives):

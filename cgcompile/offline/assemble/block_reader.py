@@ -15,7 +15,7 @@ FORMATS = {
     "i1": "?", "u1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
     "fp16": "e", "bf16": "H", "fp32": "f", "f32": "f", "fp64": "d",
 }  # fmt: skip
-"""The struct format of a scalar parameter of a Triton type (little-endian); bf16 as its bits."""
+"""The struct format of a scalar parameter of a Triton type (little-endian).  A bf16 is read as a 16-bit integer."""
 
 SCRATCH = 2
 """Pointers that Triton 3.6 and 3.7 may append to a kernel's own parameters (global and profile scratch memory)."""
@@ -83,7 +83,7 @@ def programs(node: KernelNode) -> tuple[int, int, int]:
 
 
 def check_order(recording: Recording) -> None:
-    """Raises order-broken unless every edge goes from a row to a later one, so that the rows may run one after the other."""
+    """Raises order-broken unless every edge goes from a node to a later node, so that the nodes may run in their order."""
     for edge in recording.edges:
         if not 0 <= edge.source < edge.target < len(recording.nodes):
             raise BuildError("order-broken", f"int_key {recording.key}: an edge goes from row {edge.source} to row {edge.target}")

@@ -54,10 +54,10 @@ def whole(traced: Lowered) -> LoweredProgram:
 
 
 def merge(key: IntKey, regions: Sequence[LoweredRegion], input_names: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
-    """Merges `regions`, in the order in which they run.  `input_names`: the INPUT buffers in order: the call's, then the values
-    that the host computes and a graph reads.  `outputs`: the call's outputs; graphs' outputs stay allocated to the end.  Raises
-    inputs-unlike if a region reads a value in another layout than it was computed in, and place-invalid if the value exceeds its
-    buffer."""
+    """Merges `regions`, in the order in which they run.  `input_names`: the INPUT buffers in order: the call's inputs, then the
+    values that the host computes and a graph reads.  `outputs`: the call's outputs.  The outputs of graphs stay allocated to the
+    end.  Raises inputs-unlike if a region reads a value in another layout than it was computed in, and place-invalid if the value
+    exceeds its buffer."""
     merged = MergedProgram(key=key, input_places={name: place for place, name in enumerate(input_names)})
     for region in regions:
         if region.lowered is None:

@@ -1,6 +1,7 @@
-"""Checks an arena plan.  Derives the lifetimes from the uses of buffers alone, without `arena`, Allocate and Release.  Pure.  A
-buffer is needed from the first event that uses it to the last, an output to the end.  If events inside and outside a loop use a
-buffer, it is needed through the whole loop.  Two buffers that are needed at the same event must not share a byte."""
+"""Checks an arena plan.  Derives the lifetimes only from the uses of buffers, without the module `arena` and the events Allocate
+and Release.  Pure.  A buffer is needed from the first event that uses it to the last, an output to the end.  If events inside and
+outside a loop use a buffer, it is needed through the whole loop.  Two buffers that are needed at the same event must not share a
+byte."""
 
 from __future__ import annotations
 

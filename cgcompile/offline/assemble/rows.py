@@ -142,7 +142,7 @@ def _assemble(
 
 
 def _early(edges: Sequence[Edge], nodes: Sequence[Node], begin_next: Collection[int]) -> tuple[Edge, ...]:
-    """Makes edges after launches of the functions `begin_next` programmatic."""
+    """Returns the edges.  Those that start at launches of the functions `begin_next` become programmatic edges."""
 
     def early(edge: Edge) -> bool:
         source = nodes[edge.source]

@@ -21,7 +21,7 @@ def define(source: str, name: str, where: str) -> Any:
     if any(helper in source for helper in INDUCTOR):
         helpers = triton_helpers()
         scope |= {"triton_helpers": helpers, "libdevice": helpers.libdevice, "tl_math": helpers.math, "tl_extra": tl.extra}
-    # linecache keeps entries of missing files only without a time stamp
+    # without a time stamp (None), linecache keeps the entry although no such file exists
     linecache.cache[where] = (len(source), None, source.splitlines(keepends=True), where)
     exec(compile(source, where, "exec"), scope)
     return scope.get(name)

@@ -70,7 +70,7 @@ def compile_variants(
     variants: Sequence[KernelVariant], arch: str, *, shared_limit: int, cache: Path, workers: int | None = None, tell: Tell
 ) -> tuple[CompiledKernel, ...]:
     """Compiles the variants that are not in `cache` for `arch` ("sm_90"), in `workers` processes (default: one per processor).
-    `shared_limit`: bytes of shared memory that a block may opt in to, over 48 KiB.  Raises kernel-failed, kernel-too-large,
+    `shared_limit`: the most bytes of shared memory that the target allows per block.  Raises kernel-failed, kernel-too-large,
     kernel-unsupported, worker-died, image-format."""
     # `selected_by` does not affect the image
     cache_paths = {variant: cache_path(cache, "kernels", arch, replace(variant, selected_by="")) for variant in variants}

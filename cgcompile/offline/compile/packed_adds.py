@@ -46,8 +46,8 @@ def install() -> None:
 
 
 def _hook(*compiler: Any) -> tuple[str, str] | None:
-    """Triton calls it without arguments for (key, hash), which become part of its cache keys.  It then calls it with a backend, the
-    stages by name, and three more arguments.  Stages may be replaced."""
+    """Triton calls this hook without arguments for (key, hash), which become part of its cache keys.  Triton then calls it with a
+    backend, the stages by name, and three more arguments.  The hook may replace stages."""
     if not compiler:
         return KEY, KEY
     stages: MutableMapping[str, Stage] = compiler[1]

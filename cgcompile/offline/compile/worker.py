@@ -40,7 +40,7 @@ def first_line(kind: str, text: str) -> str:
     lines = [line.strip() for line in text.splitlines()]
     if error_line := next((line for line in lines if re.match(r"ptxas.*(error|fatal)", line)), ""):
         return f"{kind}: {error_line}"
-    start = next((i + 1 for i, line in enumerate(lines) if line and not line.strip("^~ ")), 0)  # after the quoted source's marker
+    start = next((i + 1 for i, line in enumerate(lines) if line and not line.strip("^~ ")), 0)  # after the line of ^ and ~
     message = next((line for line in lines[start:] if line), lines[0] if lines else "")
     return f"{kind}: {message}"
 

@@ -33,7 +33,8 @@ SLICE = 32 << 10
 """The limit for (bytes of keys that a block loads at a time) * (bytes of an element), because float32 needs more registers."""
 
 FEW_COLUMNS = 512
-"""Up to this many columns, few program instances are as fast as Inductor's separate kernels on all multiprocessors."""
+"""With at most this many columns, the kernel is used even if it has few program instances: it is as fast as Inductor's separate
+kernels, which use all multiprocessors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

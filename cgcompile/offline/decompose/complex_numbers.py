@@ -366,4 +366,4 @@ EACH: dict[Any, Any] = dict.fromkeys([
     aten.sum.dim_IntList, aten.t.default, aten.transpose.int, aten.tril.default, aten.triu.default, aten.unbind.int,
     aten.unfold.default, aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
 ]) | {aten.transpose_.default: aten.transpose.int}  # fmt: skip
-"""Operators that are applied to both parts.  A value that is not None is applied instead."""
+"""Operators that are applied to both parts.  If the value of an entry is not None, that operator is applied instead."""

@@ -47,7 +47,7 @@ def fold(
     named = _weights(retraced, live)
     weights = {node: values[name].detach() for node, name in named.items()}
     for node in _derived(graph, weights):
-        if _multiplies_by_one(node):  # such as a bias in a product of one row; a folded copy could not be updated
+        if _multiplies_by_one(node):  # instead of folding it: a copy of a weight, such as a bias, could not be updated
             node.replace_all_uses_with(node.args[0])
     derived = _derived(graph, weights)
     constants: dict[str, FoldedConstant] = {}

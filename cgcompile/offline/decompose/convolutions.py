@@ -89,8 +89,8 @@ def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int],
     """One input channel per group: sums without matrix products.  At most `ROW` adjacent kernel positions are one sum, which
     Inductor unrolls.  One operation per position gave graphs of thousands of nodes.
 
-    `kept` writes the total to memory, so that one Triton kernel computes all sums.  Without it, Inductor fuses a reader of another
-    shape only with the last additions, and launches a kernel per row."""
+    The operator `kept` (`transforms/few_rows`) writes the total to memory, so that one Triton kernel computes all sums.  Without
+    it, Inductor fuses a reader of another shape only with the last additions, and launches a kernel per row."""
     wide = torch.float32 if x.dtype in PRODUCTS else x.dtype
     repeated = x.repeat_interleave(weight.shape[0] // x.shape[1], 1) if weight.shape[0] != x.shape[1] else x
     *kernel, width = weight.shape[2:]

@@ -200,8 +200,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Queries (..., heads, rows, width), keys (..., heads, columns, width): one kernel if it `fits`, else float32 scores in
-    memory."""
+    """Queries (..., heads, rows, width), keys (..., heads, columns, width).  Uses one kernel if `fits` accepts the arguments, else
+    stores float32 scores in memory."""
     if dropout_p > 0:
         raise ModelError("random-operation", f"attention with dropout_p={dropout_p} draws random numbers")
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale

@@ -90,8 +90,8 @@ class Replacing(torch.fx.Interpreter):
 
 
 def _in_exported_order(node: torch.fx.Node, output: Any) -> Any:
-    """Returns the result of an operation on complex numbers with its axes in the exported memory order.  Views stay unchanged,
-    except view_as_real, which copies the parts of a pair into one tensor."""
+    """Returns the result of an operation on complex numbers with its axes in the memory order of the exported program.  Views stay
+    unchanged, except view_as_real, which copies the parts of a pair into one tensor."""
     returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     view = any(argument.alias_info is not None for argument in returned) and node.target is not torch.ops.aten.view_as_real.default
     if not returned or view:
@@ -103,7 +103,8 @@ def _in_exported_order(node: torch.fx.Node, output: Any) -> Any:
 
 
 def _with_order_of(result: Any, like: Any) -> Any:
-    """Returns `result` with its axes in the memory order of `like`.  Later operations, above all views, were exported for it."""
+    """Returns `result` with its axes in the memory order of `like`.  Later operations, above all views, were exported for this
+    order."""
     if not isinstance(result, torch.Tensor) or not isinstance(like, torch.Tensor):
         return result
     strides = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in like.stride()]

@@ -13,7 +13,7 @@ from ...errors import ModelError
 aten = torch.ops.aten
 
 COMPARED = 1 << 32
-"""The maximum number of comparisons of a position with an index in a scatter.  They take some milliseconds."""
+"""The maximum number of comparisons of a position with an index in a scatter.  This many comparisons take some milliseconds."""
 
 WINDOW = 25
 """The maximum size of a window that Inductor averages itself (`_avg_poolnd` in torch/_inductor/lowering.py)."""

@@ -1,5 +1,5 @@
-"""Replaces user operators that launch Triton kernels (`torch.library.triton_op`) by their functions.  Inductor compiles what these
-launch by `wrap_triton`.
+"""Replaces user operators that launch Triton kernels (`torch.library.triton_op`) by their functions.  Inductor compiles the kernels
+that these functions launch by `wrap_triton`.
 
 Private interfaces (torch 2.11, 2.13): `torch._library.triton.triton_ops_to_kernels`, `torch._library.custom_ops.OPDEFS`, and
 `_torch_dispatch_fns` of its entries.  There, `triton_op` stores the function that decomposes an operator, which torch calls only

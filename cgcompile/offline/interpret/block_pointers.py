@@ -17,7 +17,7 @@ from .values import Array, Handle
 @dataclass(frozen=True, slots=True)
 class BlockPointer:
     """`base`: the tensor's address.  `shape`, `strides` (in elements), `offsets`: a scalar per axis.  `padding`: Triton's option
-    for elements outside."""
+    for elements outside the tensor."""
 
     base: Handle
     shape: tuple[Handle, ...]
@@ -35,8 +35,8 @@ class BlockPointer:
         return dataclasses.replace(self, offsets=tuple(offsets))
 
     def elements(self, checked: Iterable[int]) -> tuple[Handle, Handle | None]:
-        """Returns the address of every element, and a mask of elements inside the tensor along the axes `checked`, None without
-        axes."""
+        """Returns the address of every element, and a mask of elements inside the tensor along the axes `checked`, or None if there
+        are no such axes."""
         rank = len(self.block)
         size = self.base.dtype.element_ty.primitive_bitwidth // 8
         places = self.base.data.reshape(-1, *(1,) * rank)

@@ -180,7 +180,7 @@ class Builder(Arithmetic):
         self, pointer: Handle, items: tuple[Handle, ...], mask: Array, combine: Callable[[Array, list[Array]], Array]
     ) -> Handle:
         dtype = items[0].dtype
-        shape = (len(self.instances[0]), *pointer.data.shape[1:])  # once per instance, even if operands are equal
+        shape = (len(self.instances[0]), *pointer.data.shape[1:])  # each instance runs the operation, even if operands are equal
 
         def stored(old: Array, new: tuple[Array, ...]) -> Array:
             wide = [values.to_working(array, dtype) for array in (old, *new)]

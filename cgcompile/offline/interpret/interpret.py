@@ -54,7 +54,7 @@ WeightFiles = tuple[tuple[Path, tuple[Weight, ...]], ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """One int_key to run.  All stages use the same memory.  `variants`: ((sha256 of the image, symbol), variant) for each kernel.
-    `sizes`: (name, bytes) of each memory.  `others`: for a model over several devices, the tasks of the ranks after this one."""
+    `sizes`: (name, bytes) of each memory.  `others`: for a model over several devices, the tasks of the ranks after this rank."""
 
     key: IntKey
     stages: tuple[Stage, ...]
@@ -71,7 +71,7 @@ class Task:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """`read`: the row-major contents that the stages read, in order.  `seconds`: the run time without the start of the process.
-    `others`: the outcomes of the ranks after this one."""
+    `others`: the outcomes of the ranks after this rank."""
 
     key: IntKey
     read: tuple[bytes, ...] = field(repr=False)
@@ -109,9 +109,9 @@ def interpret(
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Outcome, ...]:
     """Runs the tasks whose outcomes are not in `cache`; returns outcomes in the order of `tasks`.  The smallest and the largest
-    task run first, then the others by size.  After `budget` seconds, all tasks except the smallest are stopped, without an Outcome.
-    `workers`: the number of processes (default: one per processor).  `folder`: for logs.  Raises order-broken, parameter-mismatch,
-    function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
+    task run first, then the other tasks by size.  After `budget` seconds, all tasks except the smallest are stopped, without an
+    Outcome.  `workers`: the number of processes (default: one per processor).  `folder`: for logs.  Raises order-broken,
+    parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
     for recording in [recording for task in tasks for subtask in (task, *task.others) for recording in subtask.recordings]:
         check_order(recording)
     cache_paths = _cache_files(tasks, cache) if cache else {}
@@ -127,7 +127,7 @@ def interpret(
 
 def _cache_files(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
     paths = {path for task in tasks for subtask in (task, *task.others) for path, _ in subtask.weights}
-    cache_files, hashes = {}, {path: _hash(path) for path in paths}  # usually one large file
+    cache_files, hashes = {}, {path: _hash(path) for path in paths}  # hashes each file once, because weight files are large
     for task in tasks:
         descriptions = []
         for subtask in (task, *task.others):

@@ -1,7 +1,7 @@
 """Implements libdevice functions and inline assembly, which Triton's interpreter lacks, with NumPy and torch.  Results are within a
 few units in the last place of libdevice's.  Private interfaces, Triton 3.6 and 3.7: `triton.language.extra.libdevice` and
-`triton.language.extra.cuda.libdevice` as modules whose functions can be replaced, the dtypes that the latter's accept, and the
-assembly texts that Inductor (2.11, 2.13) and `triton.language.extra.cuda.gdc` emit."""
+`triton.language.extra.cuda.libdevice` as modules whose functions can be replaced, the dtypes that the functions of the second
+module accept, and the assembly texts that Inductor (2.11, 2.13) and `triton.language.extra.cuda.gdc` emit."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ class Memory:
         dtype: np.dtype[np.generic],
         combine: Callable[[Array, tuple[Array, ...]], Array],
     ) -> Array:
-        """Writes combine(old, operands) for every element of `pointers`, in order; all have one shape, instances first.  Returns
-        the old values, poison where `mask` is false.  Values have their stored type."""
+        """Writes combine(old, operands) for every element of `pointers`, in order.  All arrays have one shape, whose first axis
+        counts the instances.  Returns the old values, poison where `mask` is false.  Values have their stored type."""
         result = np.full((*pointers.shape, dtype.itemsize), POISON, np.uint8).view(dtype)[..., 0]
         active = pointers[mask]
         if not active.size:

@@ -68,7 +68,7 @@ def shape_of(item: Handle) -> tuple[int, ...]:
 
 
 def summed(terms: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> Sum | None:
-    """The sum of arrays of one dtype, or None if it is not worth it (`WORTH`)."""
+    """The sum of arrays of one dtype, or None if a `Sum` would save too little (`WORTH`)."""
     merged: list[Array] = []
     for term in sorted(terms, key=np.size, reverse=True):
         including = [place for place, other in enumerate(merged) if _includes(other.shape, term.shape)]

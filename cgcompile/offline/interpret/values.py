@@ -30,8 +30,8 @@ cvt.satfinite)."""
 
 
 class Handle:
-    """The data of a `tl.tensor`.  Axes of `data`: the instances of the batch (1 if equal for all), then those of the block; a
-    scalar has none.  `dtype`: Triton's scalar type; addresses are int64.  `sums.Sum` computes its data on demand."""
+    """The data of a `tl.tensor`.  Axes of `data`: the instances of the batch (1 if equal for all), then the axes of the block; a
+    scalar has no block.  `dtype`: Triton's scalar type; addresses are int64.  `sums.Sum` computes its data on demand."""
 
     __slots__ = ("_data", "dtype")
 

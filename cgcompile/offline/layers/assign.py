@@ -3,10 +3,10 @@
 A *layer* is an element of a list of modules (nn.ModuleList, nn.Sequential).  Layers go to the devices in order, and each device
 gets about the same bytes of weights.  Other operations go to the last device that computes one of their arguments.
 
-An operation is *free* if every device that uses its result computes it.  It depends only on inputs, only on weights, or on at most
-`SMALL` bytes of weights outside the layers.
+An operation is *free* if every device that uses its result computes it.  These operations depend only on inputs, or only on
+weights, or are outside the layers and depend on at most `SMALL` bytes of weights.
 
-Every assignment gives the same results (`share.py`).  This one sends data once from each device to the next.
+Every assignment gives the same results (`share.py`).  The assignments of this module send data once from each device to the next.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def assign_devices(
 
 
 def layer_of(node: Node) -> str:
-    """The module path of the layer that an operation belongs to, or "".  If layers are nested, the outermost."""
+    """The module path of the layer that an operation belongs to, or "".  If layers are nested, returns the outermost one."""
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
         if path.rpartition(".")[2].isdecimal():
             return str(path)
@@ -55,7 +55,7 @@ def layer_of(node: Node) -> str:
 
 
 def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], state: Sequence[str]) -> dict[str, int]:
-    """The device of every buffer that a layer reads: that of the first such layer.  Operations outside the layers do not count,
+    """Maps every buffer that a layer reads to the device of the first layer that reads it.  Ignores operations outside the layers,
     such as those of an entry that resets caches."""
     owners: dict[str, int] = {}
     for program in programs:
@@ -141,7 +141,7 @@ class _Assigner:
         state = [self._state[operand.name] for operand in operands if operand.name in self._state]
         pinned = [self._ranks[operand] for operand in operands if operand in self._ranks]
         if not _has_tensors(node):
-            self._reads[node] = True  # a size, which depends on the inputs' sizes
+            self._reads[node] = True  # it returns a size, which depends on the inputs' sizes
             return
         if node.target is operator.getitem and operands[0] in self._ranks:
             self._ranks[node] = self._ranks[operands[0]]

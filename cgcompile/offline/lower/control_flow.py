@@ -1,5 +1,5 @@
 """Lowers programs with branches and loops: lowers every straight part (one without them) separately, and joins the events in order.
-Of equal layers, only one is lowered; its launches are repeated with the weights of the others.
+Of equal layers, only one is lowered; its launches are repeated with the weights of the other layers.
 
 All bodies of a branch write to the same buffers, whose layouts the first body determines.  Loop-carried values have separate
 buffers.  They start with the initial values, and are written in place at the end of the body.  The body also computes the condition
@@ -148,7 +148,7 @@ class _LoweredPart:
 @dataclass(kw_only=True, slots=True)
 class _ProgramBuilder:
     """Builds the lowered program.  `changing`: the weights that it writes to.  `live`: weights that may change between calls.
-    `conditionals`, `named`: how many numbers and names are in use.  `parts`: the lowered parts, by `form`."""
+    `conditionals`, `named`: the number of conditionals and of names in use.  `parts`: the lowered parts, by `form`."""
 
     key: IntKey
     source: torch.fx.GraphModule
@@ -220,7 +220,7 @@ class _ProgramBuilder:
             kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
             fixed = [None if layout is None else result.meta["val"].stride() for layout, result in zip(kept, results, strict=True)]
             lowered_part = _LoweredPart(lowered=self.lower(retraced, fixed), names=tuple(names), numbers=numbers)
-            if not any(constant.sources for constant in lowered_part.lowered.constants):  # constants fit one layer only
+            if not any(constant.sources for constant in lowered_part.lowered.constants):  # folded weights belong to one layer
                 self.parts[part_form] = lowered_part
         lowered, numbers = lowered_part.over(names), lowered_part.numbers
         self.named += 1
@@ -236,8 +236,8 @@ class _ProgramBuilder:
         ]
 
     def _forms(self, names: Sequence[str], arguments: Sequence[_Value]) -> dict[str, Hashable]:
-        """The properties of a part's arguments that affect lowering.  For a weight: its number in order, not its name, and whether
-        it may change."""
+        """The properties of a part's arguments that affect lowering.  Of a weight, its position among the part's weights and
+        whether it may change, but not its name."""
         weights: dict[str, int] = {}
         forms: dict[str, Hashable] = {}
         for name, value in zip(names, arguments, strict=True):
@@ -322,8 +322,8 @@ class _ProgramBuilder:
         values.update(zip(part.outputs, carried, strict=True))
 
     def _is_last_use(self, block: Block, part: Loop, name: str, values: Values) -> bool:
-        """Whether a straight part of this block computed the value in memory that no other value uses, and only the loop reads it.
-        The loop may then write to it."""
+        """Whether a straight part of this block computed the value, only the loop reads it, and no other value shares its memory.
+        The loop may then write to this memory."""
         producers = [node for part in block.parts if isinstance(part, Straight) for node in part.nodes if node.name == name]
         if not producers or len(producers[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
             return False

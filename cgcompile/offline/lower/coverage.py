@@ -49,7 +49,7 @@ from .fake_device import fake_device
 from .inductor import lower_graph
 
 FREE = frozenset({torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default, torch.ops.aten.copy_.default})
-"""Operators without an Inductor lowering, which retracing removes or makes a copy."""
+"""Operators without an Inductor lowering, which retracing removes or replaces by a copy."""
 
 CHOOSING = frozenset({"median", "nanmedian", "mode", "kthvalue", "scatter", "scatter_add", "scatter_reduce", "index_put"})
 """Further operators, besides the table `fallbacks`, whose lowering may call torch's operator (torch/_inductor/lowering.py,
@@ -90,8 +90,8 @@ def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Ar
 def _all_fallback_ops(
     program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node], unsupported: Collection[Node]
 ) -> list[str]:
-    """The operators to keep on the host.  Each can leave others without a kernel, if complex numbers then pass between host and
-    GPU."""
+    """The operators to keep on the host.  Each of them can leave further operators without a kernel, if complex numbers then pass
+    between host and GPU."""
     names: dict[str, None] = {}
     host = set(on_host)
     while new := {_spelled(node): None for node in unsupported if _spelled(node) not in names}:
@@ -167,7 +167,7 @@ def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collectio
         for leaf in values
         if leaf is not None
     ):
-        return ""  # sizes depend on data: it runs on the host, or is refused
+        return ""  # its sizes depend on data, so it runs on the host or is refused
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors: list[torch.Tensor] = []
     places: dict[Node, list[_Place]] = {}
@@ -250,8 +250,8 @@ def _on_device(value: Any) -> Any:
 
 
 def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
-    """Yields the operators of a decomposed graph that Inductor has no kernel for.  `folded`: only those with several results;
-    others are computed at build time."""
+    """Yields the operators of a decomposed graph that Inductor has no kernel for.  `folded`: yields only operators with several
+    results, because the build computes all others."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target is python_operators.getitem or not computes(node) or node.target in FREE:
             continue
@@ -277,7 +277,8 @@ def _may_fall_back(node: Node) -> bool:
 
 
 def chooses(op: Any) -> bool:
-    """Whether Inductor has a kernel for an operator with some arguments and GPUs, and calls torch's own operator for others."""
+    """Whether Inductor has a kernel for an operator with some arguments and GPUs, and calls torch's own operator for other
+    arguments or GPUs."""
     name = str(op).partition(".")[2].partition(".")[0].rstrip("_")
     return name in CHOOSING or name in _names_of_fallbacks()
 
@@ -295,7 +296,7 @@ def falls_back(op: torch._ops.OpOverload) -> bool:
 
 
 def _operation_key(node: Node) -> Any:
-    """A key.  Of operations with equal keys, one is checked."""
+    """Of the operations with equal keys, only one is checked."""
 
     def layout_of(source: Node) -> tuple[Any, ...]:
         return tuple(

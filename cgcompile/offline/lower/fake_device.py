@@ -138,7 +138,7 @@ def _replacements(arch: Arch) -> list[Replacement]:
 
 
 def _cached() -> list[tuple[str, str]]:
-    """Functions that cache properties of a device.  Their caches are cleared before and after."""
+    """Functions that cache properties of a device.  `fake_device` clears their caches when it starts and when it ends."""
     utils = "torch._inductor.utils"
     return [
         ("torch._inductor.runtime.hints.DeviceProperties", "create"),

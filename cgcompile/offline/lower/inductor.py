@@ -185,7 +185,7 @@ def _wrapper(retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] 
 def _with_strides(
     outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey
 ) -> tuple[BufferView, ...]:
-    """Returns the outputs with the strides of `layouts`.  Inductor's may differ only for axes with one element.  Raises
+    """Returns the outputs with the strides of `layouts`.  Inductor's strides may differ only for axes with one element.  Raises
     lowering-broken."""
     if not layouts:
         return outputs

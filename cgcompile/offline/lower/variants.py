@@ -81,9 +81,9 @@ def constant_factors(source: str) -> str:
 
 
 def true_hints(source: str, arguments: Sequence[str]) -> str:
-    """Restricts a contiguity hint in a product that computes a factor, because the hint may be false.  If the last block of rows
-    wraps around to the first row, its rows are not contiguous.  This does not matter for a loaded factor.  A computed one may load
-    a vector of indices by row, which would be misaligned (torch 2.11)."""
+    """Restricts the contiguity hint of a template that computes a factor instead of loading it, because the hint may be false.  If
+    the last block of rows wraps around to the first row, its rows are not contiguous.  This does not matter for a loaded factor.
+    The computation of a factor may load the rows' indices as a vector, which would be misaligned (torch 2.11)."""
     for factor, rows in (("A", "M"), ("B", "N")):
         if f"arg_{factor}" not in arguments:
             source = source.replace(f"({rows} >= BLOCK_{rows} and K > 1)", f"({rows} % BLOCK_{rows} == 0 and K > 1)")

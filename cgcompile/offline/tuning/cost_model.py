@@ -30,9 +30,9 @@ LAUNCHED = 2000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """`batch` matrix products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv".  `dtype`: of the factors.
-    For a convolution: m output positions, n output channels of a group, batch groups, and k = input channels of a group times the
-    kernel's size."""
+    """`batch` matrix products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv".  `dtype`: the dtype of the
+    factors.  For a convolution: m output positions, n output channels of a group, batch groups, and k = input channels of a group
+    times the kernel's size."""
 
     kind: str
     batch: int
@@ -116,9 +116,9 @@ def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
 
 
 def _rate(problem: Problem, candidate: Candidate, arch: Arch) -> float:
-    """Operations per cycle and multiprocessor.  Half precision has the rate of the tensor cores, tf32 half of it; float32 is three
-    tf32 products.  Other types have a rate of 256.  Small blocks are slower, because a warp has too few independent products.  From
-    Hopper on, only groups of four warps with 64 rows reach the full rate, others about half."""
+    """Operations per cycle and multiprocessor.  Half precision has the rate of the tensor cores, tf32 half of this rate; float32 is
+    three tf32 products.  Other types have a rate of 256.  Small blocks are slower, because a warp has too few independent products.
+    From Hopper on, only groups of four warps with 64 rows reach the full rate; other blocks reach about half of it."""
     rates = {"float16": 1.0, "bfloat16": 1.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 2.0, "float32": 1 / 6}
     if problem.dtype not in rates:
         return 256.0

@@ -21,8 +21,8 @@ READ = 2.0e12
 """Bytes per second at which partial sums are read from the cache.  This time overlaps little with a launch."""
 
 WORTH = 0.9
-"""A product is split if it then takes less than this fraction of the time.  The margin covers errors of estimates and
-measurements."""
+"""A product is split if the split product takes less than this fraction of the unsplit product's time.  The margin covers errors of
+estimates and measurements."""
 
 CLOCK = 1.7e9
 """Cycles per second, which converts the cost model's cycles into time."""

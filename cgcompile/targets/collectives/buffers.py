@@ -72,7 +72,8 @@ HEARD:
 
 
 def _source(source: int, slot: str) -> str:
-    """Returns PTX that sets %m of a rank to its part in the buffers, or for this rank to its part of the input."""
+    """Returns PTX that sets the %m register of rank `source` to the address of the rank's data: in the buffers or, for this rank,
+    in its input."""
     return f"{slot}  setp.eq.u32 %p, %rank, {source};\n  selp.b64 %m{source}, %own, %m{source}, %p;\n"
 
 

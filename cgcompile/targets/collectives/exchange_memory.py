@@ -32,7 +32,7 @@ STATUS, LIMIT, FLAGS = 4 * BLOCKS, 4 * BLOCKS + 8, 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeMemory:
-    """`packets`, `buffers`: the largest number of bytes that a rank sends to another in one collective by that method, multiples of
+    """`packets`, `buffers`: the largest number of bytes that a rank sends to another in one collective by this method, multiples of
     16."""
 
     world: int

@@ -79,7 +79,7 @@ def needed_memory(world: int, transfers: Iterable[Transfer]) -> ExchangeMemory:
 
 
 def stride(memory: ExchangeMemory) -> int:
-    """Returns the bytes from one rank's part of memory peer to the next."""
+    """Returns the bytes between the beginnings of two consecutive ranks' parts of memory peer."""
     return -(-memory.bytes // GRANULARITY) * GRANULARITY
 
 

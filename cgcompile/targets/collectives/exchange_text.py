@@ -32,8 +32,8 @@ def slot_address(base: str, source: str, to: str, slots: tuple[int, int, int]) -
 
 
 def wait(label: str, look: str, source: str) -> str:
-    """Returns PTX that repeats `look` until predicate %p holds.  After the time limit it sets the status to rank `source`, and
-    %dead."""
+    """Returns PTX that repeats `look` until predicate %p holds.  After the time limit it sets the status to 1 + rank `source`, and
+    sets %dead (`kernel_text`)."""
     return f"""
 {label}:
 {look}

@@ -1,8 +1,8 @@
 """Kernels for collectives between the GPUs of one host: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast.
 
-All of them are one exchange.  Every rank writes a part of its input to the memory of every other rank (`exchange_memory`), and
-waits for the parts that the others send.  Then it adds the parts in the order of the ranks, or stores them side by side.  The
-fixed order, in float32, gives the same bits on every rank and in every run.
+All of them are variants of one exchange.  Every rank writes a part of its input to the memory of every other rank
+(`exchange_memory`), and waits for the parts that the other ranks send.  Then it adds the parts in the order of the ranks, or stores
+them side by side.  The fixed order, in float32, gives the same bits on every rank and in every run.
 
 There are two methods to send.  A packet holds 8 bytes of data and its epoch twice.  The receiver polls the data itself, so an
 exchange needs one trip over the link, and twice the bytes.  Buffers hold plain data, followed by a flag per block.  A *piece* is
@@ -12,9 +12,9 @@ Only memory changes from launch to launch, so a graph with these kernels can be 
 collectives in the same order, with the same blocks and threads, and with at least as many threads as ranks.  All blocks of a
 launch must fit on the GPU at once.  `cgbundle.tables.collectives` defines the parameters: the input, the output, and the exchange
 memories of all ranks in order; the bytes between the parts of the input for two ranks, 0 if all ranks get the same; the number of
-pieces for each rank; the number of this rank; a bit for each rank that sends.  With buffers side by side, ranks without this bit
-only set flags.  A kernel that reaches the time limit stores the rank for which it waited, and stops waiting.  Later kernels do not
-wait either.
+pieces for each rank; the number of this rank; a bit for each rank that sends.  If buffers are stored side by side, ranks without
+this bit only set flags.  A kernel that reaches the time limit stores the rank for which it waited, and stops waiting.  Later
+kernels do not wait either.
 """
 
 from __future__ import annotations

@@ -5,6 +5,6 @@ sets -march for every file and records the options.  `compilations` runs compile
 all models share, and `object_cache` reuses shared objects.  `products` decides whether `../kernels/standalone.cpp` replaces
 libtorch.  `dispatch`, `loops`, `symbols` and `complex_numbers` change the code that Inductor generates.  `layouts` loads the code.
 
-`../instruction_sets.py` has the levels of processors, and determines the sets that the code needs.  At load,
+`../instruction_sets.py` has the levels of processors, and determines the instruction sets that the code needs.  At load,
 cgbundle/format/variants.py and cgbundle/cpu/machine.py compare these sets with the processor.
 """

@@ -74,7 +74,8 @@ INLINED = 8
 """Inductor writes 1-d weights of up to this many elements into the code (GraphLowering.can_inline_constant, 2.11 and 2.13)."""
 
 UNVECTORIZED = {"cpp.simdlen": 1}
-"""Options if vectorized code does not compile (torch 2.11: a mask over a value that is the same for all lanes, as in a Swin)."""
+"""Options if vectorized code does not compile (torch 2.11: a mask over a value that is the same for all lanes, as in a Swin
+Transformer)."""
 
 UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
 """Options for complex numbers: folding would add `aten.full` for equal elements, after complex_numbers.py has replaced it."""
@@ -221,7 +222,7 @@ def _aot_compiled(program: ExportedProgram, shared: Collection[int], options: Ma
         with decided_alike(program), named_assertions(program):
             return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
     finally:
-        # if the program copies one buffer to another, Inductor performs this copy while it compiles (2.11 and 2.13)
+        # restores the state: if the program copies one buffer to another, Inductor does so while it compiles (2.11 and 2.13)
         for buffer, value in zip(state, before, strict=True):
             put_back(buffer.detach(), value)
 

@@ -168,8 +168,8 @@ class OwnFunctions:
 
 
 def _linked_alone(command: list[str], functions: OwnFunctions, folder: Path, stack: ExitStack) -> bool:
-    """Links with these functions only.  If the code calls others, or if they do not compile, raises if they are required, else
-    returns False."""
+    """Links with these functions only.  If the code calls other functions, or `functions` do not compile, raises if they are
+    `required`, else returns False."""
     if (path := functions.object_file.result()) is None:
         if functions.required:
             raise BuildError("compiler-failed", f"the C++ compiler refuses {standalone_code.SOURCE}")
@@ -208,8 +208,8 @@ def unnamed_machine() -> Iterator[None]:
 
 @contextmanager
 def unprobed(compilers: Compilers) -> Iterator[None]:
-    """While active, makes Inductor use an instruction set if the processor has it and the compiler enables it with its options.
-    Inductor itself checks the processor.  Raises torch-unsupported."""
+    """While active, makes Inductor use an instruction set if the processor has it and the compiler enables it with the set's
+    options.  Inductor itself checks the processor.  Raises torch-unsupported."""
     if not hasattr(cpu_vec_isa.VecISA, "check_build"):
         raise _unsupported("torch._inductor.cpu_vec_isa.VecISA.check_build")
 

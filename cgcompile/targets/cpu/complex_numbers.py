@@ -1,7 +1,7 @@
 """Decompositions of operators on complex numbers, for AOTInductor.
 
-Inductor generates no kernels for complex numbers, but calls torch's operators.  Operators with a `Scalar` cannot be called without
-Python (dispatch.py), so other operators replace them here.  Private interface (torch 2.11, 2.13):
+Inductor generates no kernels for complex numbers, but calls torch's operators.  Operators with an argument of type `Scalar` cannot
+be called without Python (dispatch.py), so other operators replace them here.  Private interface (torch 2.11, 2.13):
 `torch._inductor.compile_fx.select_decomp_table`, the decompositions with which Inductor traces a program again.
 """
 
@@ -73,7 +73,7 @@ def scalar(value: Number, *, dtype: torch.dtype | None = None, **kwargs: Any) ->
 
 
 def add(x: Tensor, y: Tensor | Number, *, alpha: Number = 1) -> Tensor:
-    """Adds a complex number to a real tensor.  Leaves complex tensors to Inductor, which adds 0 to each and so calls this again."""
+    """Adds a complex number to a real tensor.  Inductor adds complex tensors: it first adds 0 to each, which calls this again."""
     return NotImplemented if isinstance(y, Tensor) or x.is_complex() else x + _tensor(y * alpha, x)
 
 

@@ -23,8 +23,9 @@ from ..weights import unbound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """A loaded shared object.  `functions`: the C interface of its tensors.  `constants`: (its name of a constant, position of the
-    weight in the manifest).  `state`: (copy to which it writes, buffer of the program).  `unbound`: as in `weights.unbound`."""
+    """A loaded shared object.  `functions`: the C interface of its tensors.  `constants`: (the object's name of a constant,
+    position of the weight in the manifest).  `state`: (copy to which it writes, buffer of the program).  `unbound`: as in
+    `weights.unbound`."""
 
     region: HostRegion
     functions: libtorch.LibTorch

@@ -13,8 +13,8 @@ checks are unchanged.
 
 Reshapes: eager PyTorch copies a tensor that cannot be viewed in the new shape.  Inductor instead fuses the copy into the
 operation that reads it, and converts the indices.  For a reshape across axes, such as (16, 32) to (32, 16), every new index is
-a quotient or a remainder of all old ones.  Shifted relative positions have two such reshapes around a slice.  With a symbolic
-size, their index expressions have 250 operations.  sympy needs seconds for each (Funnel, torch 2.13: not finished after 15
+a quotient or a remainder of all old ones.  Attention with shifted relative positions has two such reshapes around a slice.  With a
+symbolic size, their index expressions have 250 operations.  sympy needs seconds for each (Funnel, torch 2.13: not finished after 15
 minutes), and the loop would compute one for every element.  So the patch materializes the operand of such a reshape.  The
 reshape is then a view of it.
 

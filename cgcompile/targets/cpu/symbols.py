@@ -6,9 +6,9 @@ symbol's range.  With sizes 1 and 16, the range 1 to 16 would become 16 alone.  
 (torch 2.11 and 2.13: a 3 x 3 convolution).  So answers do not narrow ranges here.
 
 Two answers may differ between sizes.  The answer that selects an implementation of a convolution affects only the layout of memory,
-so it may be that of the example.  The default of `guard_or_false` and `guard_or_true` is correct for all sizes.  They return it if
-the sizes disagree, for example for small products that Inductor computes without a library.  Any other answer has to be the same
-for the smallest and the largest sizes.
+so it may be that of the example.  The default of `guard_or_false` and `guard_or_true` is correct for all sizes.  These functions
+return it if the condition differs between sizes, for example for small products that Inductor computes without a library.  Any
+other answer has to be the same for the smallest and the largest sizes.
 
 If an assertion about a number fails, the message of Inductor's code has Inductor's name of the number ("Expected u8 >= 20 but
 received 12"), and no line of the model.  So this module adds the line of the assertion, or else the line that reads the number.

@@ -103,8 +103,8 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, list[torch.Tensor], list[tuple[int, Node]]]:
     """Returns (graph, weights, positions).  The graph of the module gets the weights as arguments before those of the call, and
-    flat outputs.  Tied weights are one argument.  The positions of the call's tensors among `leaves` are with their nodes.  Raises
-    inputs-unlike."""
+    flat outputs.  Tied weights are one argument.  `positions`: for each tensor of the call, its position among `leaves` and its
+    node.  Raises inputs-unlike."""
     graph = Graph()
     env: dict[Node, Any] = {}
     arguments: dict[tuple[object, ...], Node] = {}

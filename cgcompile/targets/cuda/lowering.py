@@ -88,10 +88,10 @@ def choose_without_timing() -> None:
 
 def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Changes `module` in place so that Inductor lowers it correctly, and returns it.  Its results in eager mode do not change.
-    torch before 2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200).  They are
-    viewed with the shapes of the initial states."""
+    torch before 2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200).  `repair`
+    views these states with the shapes of the initial states."""
     for node in [n for n in module.graph.nodes if n.target is torch.ops.aten._assert_tensor_metadata.default]:
-        module.graph.erase_node(node)  # it always holds, but fails on fake tensors: "cuda" is not "cuda:0" (torch 2.11)
+        module.graph.erase_node(node)  # a true assertion that fails on fake tensors: "cuda" is not "cuda:0" (torch 2.11)
     for node in [n for n in module.graph.nodes if n.target is torch.ops.aten.lstm.input]:
         for state in [u for u in node.users if u.target is operator.getitem and u.args[1] in (1, 2)]:
             with module.graph.inserting_after(state):

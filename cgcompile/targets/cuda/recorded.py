@@ -27,8 +27,8 @@ class RecordedGraph:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedProgram:
     """A recorded program.  `images`: cubins by sha256.  `static`: bytes of memory `inputs` by int_key, in the bundle's order.
-    `weights`: the program's tensors with their offsets, under the program's names; `tables` follow them in memory.  Bytes include
-    PAD.  `state_bytes` is 0 if no call writes to buffers."""
+    `weights`: the program's tensors with their offsets, under the program's names; `tables` follow them in memory.  All sizes in
+    bytes include PAD.  `state_bytes` is 0 if no call writes to buffers."""
 
     graphs: Mapping[RegionKey, RecordedGraph]
     images: Mapping[str, bytes]

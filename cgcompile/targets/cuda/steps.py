@@ -90,7 +90,7 @@ def _host(rows: _Steps, region: PlannedRegion, lowered: LoweredRegions) -> None:
         rows.host.update({name: rows.host[lowered.passed_through[name]] for name in region.outputs})
         return
     writes = [rows.add_host(value) for value in lowered.outputs[region.name]]
-    # with the layout of the tensors on the device, to which they are copied
+    # the written values have the layout of the tensors on the device, to which they are copied
     written = [rows.add_host(rows.values[rows.device[name]]) for name in region.written]
     reads = tuple([rows.host[name] for name in region.inputs])
     rows.host.update(zip(region.outputs, writes, strict=True))

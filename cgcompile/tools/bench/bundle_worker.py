@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class BundleModel:
-    """A `worker.ServedModel`.  On a GPU with `stays`, inputs of timed calls are on the GPU, with outputs="view".  Otherwise inputs
-    and outputs are in host memory, with outputs="copy"."""
+    """A `worker.ServedModel`.  If the worker `stays` to time calls on a GPU, their inputs are on the GPU, with outputs="view".
+    Otherwise inputs and outputs are in host memory, with outputs="copy"."""
 
     def __init__(self, job: dict[str, Any], laps: Laps, stays: bool) -> None:
         import cgbundle
@@ -91,7 +91,7 @@ class BundleModel:
             driver.check("cuCtxSynchronize", driver.cu.cuCtxSynchronize())
 
     def elapsed(self, call: Callable[[], object], count: int) -> float:
-        """Measures between two events on the legacy default stream, which calls use for tensors of no framework."""
+        """Measures between two events on the legacy default stream, which calls use if the tensors belong to no framework."""
         from cgbundle.cuda import driver
         from cgbundle.tensors.library import LEGACY_STREAM
 

@@ -237,7 +237,7 @@ class _Run:
 
     def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
         """Returns the error and its bound.  The bound of the bundle is that of its self-test.  For a baseline, the bundle's error
-        is added to it, because both are compared with the self-test."""
+        is added to this bound, because both are compared with the self-test."""
         proof = next(proof for proof in self.spec.self_test.proofs if proof.key == self.keys[number])
         allowed = self.spec.self_test.bounds
         if name == BUNDLE:

@@ -62,7 +62,7 @@ class WorkerProcess:
     def ask(self, request: str) -> dict[str, Any]:
         """Sends a line and returns the answer.  Raises as `answer` does."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; `answer` raises the reason
+        with suppress(BrokenPipeError):  # the process has ended; `answer` raises the reason
             self._process.stdin.write(f"{request}\n")
             self._process.stdin.flush()
         return self.answer()
@@ -76,7 +76,7 @@ class WorkerProcess:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                with suppress(BrokenPipeError):  # it did not read a request
+                with suppress(BrokenPipeError):  # the process did not read a request
                     stream.close()
 
     def _death(self, status: int) -> str:

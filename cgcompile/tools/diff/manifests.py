@@ -22,7 +22,8 @@ ELSEWHERE = frozenset({
     "target", "entries", "random", "weights", "frozen", "memories", "regions", "module_state", "donations", "donated", "allowed",
     "state_dimensions", "engine", "provenance", "files",
 })  # fmt: skip
-"""Manifest fields with a comparison below or in other modules.  All others, also of a later format, are compared directly."""
+"""Manifest fields with a comparison below or in other modules.  All other fields, also those of a later format, are compared
+directly."""
 
 Pair = tuple[EntrySpec, EntrySpec]
 """The entries of one name in both bundles."""

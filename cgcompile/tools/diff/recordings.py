@@ -15,7 +15,7 @@ from .manifests import key_text, step_regions
 from .nodes import DIGITS, IMAGE, changes, kind, place, title
 
 Launches = Mapping[str, Counter[str]]
-"""Maps a kernel's symbol and the SHA-256 of its image to the number of launches: one call of each int_key."""
+"""Maps a kernel's symbol and the SHA-256 of its image to the number of its launches in one call of each int_key."""
 
 SHOWN = 3
 """Maximum number of images of a symbol that are listed."""

@@ -55,8 +55,8 @@ class Lanes:
         self._tables: dict[int, tuple[Any, ...]] = {}
 
     def read(self, lane: int) -> int:
-        """Prefills the prompt of a lane in chunks, and returns the next token.  If the job says `several`, a call reads several
-        consecutive chunks, one in each of its lanes."""
+        """Prefills the prompt of a lane in chunks, and returns the next token.  If `several` is true in the job, a call reads
+        several consecutive chunks, one in each of its lanes."""
         prompt = prompt_of(lane, self._job["prompt"], self._job["vocabulary"])
         token, parallel = 0, self._lanes if self._job["several"] else 1
         for begin in range(0, len(prompt), self._seq * parallel):

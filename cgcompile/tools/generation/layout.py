@@ -17,7 +17,7 @@ from ...errors import BuildError
 
 INPUTS = ("ids", "count", "start", "pages", "slot")
 ADAPTER = "adapter"
-"""The input after these, if the bundle has adapters."""
+"""The input after the sampling fields, if the bundle has adapters."""
 
 ENTRIES = ("prefill", "decode")
 
@@ -28,8 +28,9 @@ class Layout:
 
     `prefill`: lanes, tokens per lane and blocks of the recorded prefill for the prompts.  `several`: whether several of its lanes
     may read one prompt.  `decode`: (lanes, blocks) of the recorded decodes with the most blocks.  `page`: tokens in a page.
-    `pages`, `slots`: how many the cache has, with the unused first one; the maximum if a load chooses the number.  `sampling`:
-    the dtypes of the sampling fields.  `vocabulary`, `dtype`: of the model.  `adapters`: whether lanes select an adapter."""
+    `pages`, `slots`: the numbers of pages and slots in the cache, including the unused first one; the maximum if a load chooses the
+    number.  `sampling`: the dtypes of the sampling fields.  `vocabulary`, `dtype`: those of the model.  `adapters`: whether lanes
+    select an adapter."""
 
     prefill: tuple[int, int, int]
     several: bool

@@ -25,8 +25,8 @@ SPEC = "requests=256,rate=8,arrivals=poisson,prompt=32-2000,answer=16-512,shared
 class Load:
     """`requests` arrive at `rate` per second (infinite: all at once), with "poisson" or "fixed" `arrivals`.  At most `clients`
     requests are open (0: no limit).  The numbers of tokens are uniform in the ranges `prompt` and `answer`.  If `lengths` is not
-    empty, its (prompt, answer) pairs are used instead, in order and repeatedly.  `shared` more tokens, the same ones,
-    precede every prompt."""
+    empty, its (prompt, answer) pairs are used instead, in order and repeatedly.  Every prompt begins with `shared` more tokens,
+    which are the same in all requests."""
 
     requests: int = 256
     rate: float = math.inf

@@ -30,7 +30,7 @@ BASELINES = ("eager", "compile")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generator:
     """The results of the bundle or of one baseline.  `firsts`: seconds from process start to the first token, for each process.
-    `seconds`: the same to the second token, which may include compilation.  `rates`: (lanes, best tokens per second of all lanes).
+    `seconds`: seconds to the second token, which may include compilation.  `rates`: (lanes, best tokens per second of all lanes).
     `made`: the tokens generated for the first prompt.  `why`: one line that says why it was not measured, or ""."""
 
     name: str
