@@ -67,7 +67,7 @@ def number(value: Any, known: Bindings) -> Any:
         return value
     expression = value.node.expr.subs(known) if hasattr(value.node.expr, "subs") else value.node.expr
     if getattr(expression, "free_symbols", None):
-        raise BuildError("inputs-unlike", f"the size {value} is not decided by the inputs")
+        raise BuildError("inputs-unlike", f"the size {value} does not follow from the sizes of the inputs")
     if isinstance(value, torch.SymBool):
         return bool(expression)
     return int(expression) if isinstance(value, torch.SymInt) else float(expression)

@@ -174,7 +174,8 @@ def _cross_compile(architecture: str, lower: str, specialize: str, runs_here: bo
     subject = f"cross-compiling for {architecture}"
     elsewhere = f"or build on a machine with a GPU of {architecture}"
     if autotune:
-        raise BuildError("target-unavailable", f"autotune: {subject} can time no kernel", f"leave --autotune out, {elsewhere}")
+        text = f"autotune: {subject} cannot run kernels, so it cannot time them"
+        raise BuildError("target-unavailable", text, f"leave --autotune out, {elsewhere}")
     reason = f"{subject} has one lowering, inductor with everything in Triton"
     _expect("lower", lower, "inductor", reason, f"leave --lower out, {elsewhere}")
     _expect("specialize", specialize, "size", f"{subject} lowers every size for itself", "leave --specialize out")

@@ -49,7 +49,9 @@ def model_repository(
         name = variant(opened.manifest)
         if name in by_variant:
             raise BuildError(
-                "output-exists", f"{path}: is for {name}, and so is {by_variant[name][0]}", "give one for each kind of machine"
+                "output-exists",
+                f"{path} and {by_variant[name][0]} are both for {name}",
+                "give only one bundle for each kind of machine",
             )
         by_variant[name] = path, opened.manifest
     stage = place.absolute().parent / f".{place.name}.{uuid4().hex}.part"

@@ -137,7 +137,9 @@ def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> 
     with _remote_errors(url):
         text, moved = remote.read(MANIFEST, limits.JSON_BYTES), 0
         if text not in (None, source.text) and not replace:
-            raise BuildError("output-exists", f"{url}: has another bundle", "give --force to replace it, or another URL")
+            raise BuildError(
+                "output-exists", f"{url}: another bundle is there already", "give --force to replace it, or another URL"
+            )
         if text != source.text:
             old = None if text is None else _manifest(text, url, "remove what is there yourself, or give another URL")
             moved = len(source.text) + _put_files(remote, Path(bundle), manifest, old)

@@ -81,7 +81,7 @@ def assemble_engine(one: EngineTake, other: EngineTake, *, own_memory: bool) -> 
 def check_alike(one: EngineTake, other: EngineTake) -> None:
     """Raises engine-differs unless both processes have equal versions, GPUs, drivers, keys, and layouts of tensors."""
     if one.process == other.process:
-        raise BuildError("engine-differs", "both recordings are of this process: the second has to be another one's")
+        raise BuildError("engine-differs", "both recordings are of this process: the second must come from another process")
     for property_name, mine, theirs in (
         ("versions", one.versions, other.versions),
         ("architecture", one.take.arch, other.take.arch),
@@ -175,7 +175,7 @@ def _pooled(take: EngineTake, takes: ClassifiedTakes, placement: Placement) -> l
     rows = []
     for name, value, target in zip(take.pooled, first.outputs, takes.graphs[0].values, strict=True):
         if target is None or take.take.ranges[target.range].kind != "pool":
-            raise ModelError("memory-unnamed", f"{graph_name(first)}: tensor {name!r} lies at no place of the graphs' own memory")
+            raise ModelError("memory-unnamed", f"{graph_name(first)}: tensor {name!r} is not inside the graphs' private pools")
         address = placement.address(target)
         assert MEMORIES[address.memory] == "arena"
         rows.append(

@@ -125,7 +125,8 @@ def verify(
             put_back(pools, pools_before, kept_pools)
             put_back(regions, before, contents)
     if differs:
-        raise BuildError("proof-failed", f"the fresh process that replays the graphs: {differs}", "please report the kernels")
+        text = f"the fresh process that replays the graphs: {differs}"
+        raise BuildError("proof-failed", text, "report the model and the kernels named above")
 
 
 def _fresh_difference(answer: Mapping[str, Any]) -> str:

@@ -284,18 +284,18 @@ class Interpreter:
         x = self.values[source]
         size, expr, full_size = x.shape[axis], node_axes(node).get(axis), node_axes(source)[axis]
         if inputs["start"] not in (None, 0) or inputs["step"] != 1:
-            raise Unsupported("a part of a bounded axis")
+            raise Unsupported("a slice of an axis whose size depends on data")
         if isinstance(end, Node):
             part = data_size(end.meta["val"])
             if part is None or expr is None or not self.counts.part_of(part, full_size):
-                raise Unsupported("a part of a bounded axis")
+                raise Unsupported("a slice of an axis whose size depends on data")
             if not self.counts.knows(expr):
                 self.counts.same(expr, part)
             elif self.counts.of(expr) is not self.counts.of(part):
                 raise Unsupported("the size of a part")
             return x
         if not (end is None or (type(end) is int and end >= 0)):
-            raise Unsupported("a part of a bounded axis")
+            raise Unsupported("a slice of an axis whose size depends on data")
         if expr is not None and not self.counts.knows(expr):  # torch may use a new symbol for the size of a slice
             count = self.counts.of(full_size)
             self.counts.define(expr, count if end is None else count.clamp(max=end), size, full_size)

@@ -85,7 +85,7 @@ class ResultInterpreter(Interpreter):
         x, into = self.values[rows], self.values[target]
         axes, mask_rank = node_axes(rows), mask.meta["val"].dim()
         if list(axes) != [0] or not self.counts.is_count(axes[0], self._selected[mask].count):
-            raise Unsupported("rows of another selection")
+            raise Unsupported("rows that another mask selected")
         if x.dim() != 1 + into.dim() - mask_rank or any(
             str(one) != str(two) for one, two in zip(x.shape[1:], into.shape[mask_rank:], strict=True)
         ):
@@ -105,7 +105,7 @@ class ResultInterpreter(Interpreter):
             raise Unsupported("positions of several axes")
         x = self.values[rows]
         if node_axes(rows) and (node_axes(rows) != axes or x.dim() != 1 + into.dim() - len(indices)):
-            raise Unsupported("rows of another selection")
+            raise Unsupported("rows that another mask selected")
         places = [self.counts.masked(self.values[index], node_axes(index)) for index in indices]
         first_places = torch.where(places[0] < 0, places[0] + into.shape[0], places[0])
         places = [self._behind(first_places, first, into.shape[0]), *places[1:]]

@@ -334,7 +334,7 @@ class _ProgramBuilder:
 
     def _carried(self, part: Loop, first: _Value) -> _Value:
         if first.fake is None:
-            raise BuildError("lowering-broken", f"int_key {self.key}: {part.name} carries a number")
+            raise BuildError("lowering-broken", f"int_key {self.key}: {part.name} passes on a number, expected a tensor")
         source = self._pointer(first)
         view = BufferView(
             pointer=source,

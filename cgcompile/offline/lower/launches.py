@@ -250,7 +250,7 @@ def _argument(kernel: str, name: str, kind: str, value: Any) -> Pointer | int | 
     what = f"kernel {kernel}: argument {name}"
     if kind.startswith("*"):
         if not isinstance(value, WrapperTensor):
-            raise ModelError("constant-unknown", f"{what} is {type(value).__name__}, a tensor that Inductor made itself")
+            raise ModelError("constant-unknown", f"{what} is {type(value).__name__}, a constant tensor that Inductor added")
         return value.pointer()
     if not isinstance(value, int | float):
         raise BuildError("lowering-broken", f"{what} of type {kind} is {type(value).__name__}")

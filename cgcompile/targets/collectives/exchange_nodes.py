@@ -51,7 +51,7 @@ def transfer(kind: str, dtype: str, nbytes: int, world: int, sender: int = -1) -
     if kind in ("all_reduce", "reduce_scatter") and dtype not in SUMS:
         raise ValueError(f"{kind} of {dtype}: expected {', '.join(SUMS[:-1])} or {SUMS[-1]}")
     if dtype not in DTYPES:
-        raise ValueError(f"{kind} of {dtype}")
+        raise ValueError(f"{kind} of {dtype}: a bundle has no such dtype")
     scattered = kind in ("reduce_scatter", "all_to_all")
     if scattered and nbytes % (world * MULTIPLE):
         raise ValueError(f"{kind} of {nbytes} bytes: expected a multiple of {MULTIPLE} for each of {world} ranks")

@@ -23,7 +23,9 @@ def measure_load(url: str, load: Load) -> dict[str, Any]:
 async def _measure(url: str, load: Load) -> dict[str, Any]:
     address = urlsplit(url)
     if address.scheme != "http" or not address.hostname:
-        raise BuildError("bench-failed", f"{url}: expected http://HOST:PORT", "start cgcompile serve without TLS for it")
+        raise BuildError(
+            "bench-failed", f"{url}: expected http://HOST:PORT", "start cgcompile serve without TLS: this client speaks only HTTP"
+        )
     server = Server(address.hostname, address.port or 80)
     try:
         models = json.loads(b"".join([part async for part in server.answer("GET", "/v1/models")]))

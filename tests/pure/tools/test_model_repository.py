@@ -110,7 +110,7 @@ def test_what_cannot_be_one_repository_is_refused_and_leaves_nothing(repository:
     before = sorted(os.listdir(tmp_path))
     with raises("output-exists", "fixed: exists"):
         model_repository([GPU], repository)
-    with raises("output-exists", "is for cgbundle1-cu120-sm_90-linux, and so is"):
+    with raises("output-exists", "are both for cgbundle1-cu120-sm_90-linux"):
         model_repository([GPU, shutil.copytree(GPU, tmp_path / "again.cgb")], tmp_path / "other")
     broken = Path(shutil.copytree(CPU, tmp_path / "broken.cgb"))
     (broken / file_names.WEIGHTS).write_bytes(b"")

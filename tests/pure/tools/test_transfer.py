@@ -91,7 +91,7 @@ def test_the_folder_of_a_pushed_bundle_is_a_bundle(bundle: Path, tmp_path: Path)
 
 def test_another_bundle_is_replaced_only_when_asked_to(bundle: Path, other: Path, url: str, tmp_path: Path) -> None:
     push(bundle, url)
-    with raises("output-exists", "has another bundle"):
+    with raises("output-exists", "another bundle is there already"):
         push(other, url)
     moved = push(other, url, replace=True).moved - (other / file_names.MANIFEST).stat().st_size
     assert moved < 1000  # weights and self-test are the same
