@@ -127,7 +127,7 @@ def make_attribute(model: torch.nn.Module, name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """A place that holds a buffer: the buffer `leaf` of `owner`."""
+    """A place in an object, `held`, with a tensor that is also the buffer `leaf` of the module `owner`."""
 
     held: Held
     owner: torch.nn.Module
