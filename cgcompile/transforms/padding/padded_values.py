@@ -23,8 +23,8 @@ class Variation:
 
     `sign`: the call's elements become lower than all padded ones (-1), higher (1), or zeros (0), so that a sum shows every padded
     addend.  `mixed`: random numbers instead of zeros.  `indices`: integers may be indices into another tensor, and stay in their
-    range.  `entrywise`: the operator does not combine elements, so values of any magnitude are tried, also `literal`: only values
-    above a threshold show the threshold, and only values equal to `literal` show a comparison with it.
+    range.  `entrywise`: the operator does not combine elements, so values of any magnitude are tried, also `literal`.  Only values
+    above a threshold show the threshold.  Only values equal to `literal` show a comparison with it.
     """
 
     sign: int
