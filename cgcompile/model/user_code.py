@@ -172,7 +172,7 @@ LIBRARY_SOURCE = re.compile(r'(?:\s*\bat )?"?(?:/|\.\./)[^\s"]*\.(?:cpp|cc|cu|cu
 """Matches `/pytorch/aten/src/x.cpp:12: ` and ` at "/pytorch/c10/x.cpp":12, `: files on the machine that built torch."""
 
 STRING = re.compile(r"""'[^']*'|"[^"]*"|#.*""")
-"""Matches strings and comments.  Brackets in them do not count."""
+"""Matches strings and comments.  `whole` ignores their brackets."""
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 """The closing bracket of each opening bracket."""

@@ -14,7 +14,8 @@ from ..model.source import CPU
 from ..util.tolerance import compare
 
 WIDE = (torch.float64, torch.complex128)
-"""Dtypes with smaller rounding errors than float32.  A change of float32 inputs by a rounding step does not measure them."""
+"""Dtypes with smaller rounding errors than float32.  A change of float32 inputs by a rounding step does not measure these
+errors."""
 
 
 def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[float, ...]:

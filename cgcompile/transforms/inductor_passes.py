@@ -140,7 +140,8 @@ class ReadOldValues(CustomGraphPass):
 
 
 class SeparateOutputs(ReadOldValues):
-    """The same pass for code that is compiled ahead of time.  It separates repeated outputs instead of adding short products."""
+    """The pass `ReadOldValues` for code that is compiled ahead of time.  It separates repeated outputs instead of adding short
+    products."""
 
     def __call__(self, graph: Graph) -> None:
         read_old_values(graph)

@@ -37,7 +37,7 @@ class Held:
 
 
 def held_tensors(model: torch.nn.Module) -> tuple[Held, ...]:
-    """Returns all places of such tensors, each place once."""
+    """Returns all places of tensors in attributes, and in objects, lists and dicts there, each place once."""
     seen: set[int] = set()
     slots: list[Held] = []
     for module in model.modules():

@@ -50,7 +50,7 @@ Attention over the tried values reaches 2**8 (measured for float32)."""
 
 
 DRAWN = 262_139
-"""The most random numbers that are drawn; larger tensors repeat them.  A prime, so that no axis has the same period."""
+"""The most random numbers that are drawn; larger tensors repeat them.  The number is prime, so that no axis has the same period."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
