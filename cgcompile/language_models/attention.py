@@ -52,8 +52,7 @@ class Lanes(NamedTuple):
     pages: Tensor
 
     def positions(self, seq: int) -> Tensor:
-        """Returns the position of every token in its text, int64 (batch, seq); padding tokens have the position of the last used
-        token."""
+        """Returns the position of every token in its text, int64 (batch, seq); padding has the position of the last used token."""
         step = torch.arange(seq, device=self.start.device)
         return self.start[:, None] + torch.minimum(step, (self.count - 1).clamp(min=0)[:, None])
 

@@ -135,8 +135,7 @@ def _move(tensors: list[torch.Tensor], device: torch.device) -> None:
 
 
 def _replace_others(model: torch.nn.Module, device: torch.device, replaced: list[_Replaced]) -> None:
-    """Replaces tensors that are not plain torch tensors, for example quantized ones.  The method `.to()` of their class moves
-    them."""
+    """Replaces tensors that are not plain, for example quantized ones.  The method `.to()` of their class moves them."""
     others: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for owner in (module._parameters, module._buffers):

@@ -169,8 +169,7 @@ def track_devices(
     `known` and `asserted`, and `PackedSequences` for `padded`.  `weights` are the names, traced tensors and values of parameters
     and buffers that no call is known to write to.  `way` has forced answers for the call of `model`.
 
-    `FakeTensor.device`, a property that calls no mode, is replaced inside this context.  The new property returns the user's device
-    while the mode is on the stack.  Inside operations, the mode is not on the stack.
+    The replaced `FakeTensor.device` returns the user's device while the mode is on the stack, which is not so inside operations.
     """
     places = TensorPlaces(inputs, real, target_device)
     values = KnownValues(real, places.effects.baked)

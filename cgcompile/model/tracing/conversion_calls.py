@@ -1,5 +1,5 @@
-"""Replaces `int()`, `float()` and `math.isnan()` for numbers that are read from tensors on one path, and `len()` of tensors whose
-number of rows is not constant.
+"""Replaces `int()`, `float()` and `math.isnan()` for numbers that one path reads from tensors, and `len()` of tensors with a
+variable number of rows.
 
 `int(tensor)` returns a plain number, whatever `tensor.__int__` returns, and so does `len(tensor)`.  So these names are replaced in
 the model's modules while a path is traced, and while it runs again with forced answers.  The replacements keep numbers that depend
