@@ -310,7 +310,7 @@ def named(code: str, message: str, hint: str) -> CgbundleError:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and its causes, outermost first.  Yields none twice, because causes can form a cycle.  Inductor's errors
+    """Yields the error and its causes, outermost first.  Yields no error twice, because causes can form a cycle.  Inductor's errors
     have their cause in `inner_exception`."""
     seen: set[int] = set()
     cause: BaseException | None = error

@@ -94,10 +94,10 @@ def replay(
 ) -> Replayed:
     """Replays the self-test of every entry, and measures the proofs.  `bounds` has the bounds of each entry.  Raises proof-failed.
 
-    If a self-test has eager PyTorch's results, its proofs get the differences that this replay measured.  A self-test with recorded
-    results keeps its errors: each proof gets the distance of the replay from the recording.  With `prepared` (by entry), different
-    indices are accepted if the floats at these indices are within tolerance.  The self-test then holds the results of eager PyTorch
-    for the bundle's indices.
+    If a self-test has eager PyTorch's results, its proofs get the differences that this replay measured.  The proofs of a self-test
+    with recorded results keep their errors.  They get the distance of the replay from the recording in addition.  With `prepared`
+    (by entry), different indices are accepted if the floats at these indices are within tolerance.  The self-test then holds the
+    results of eager PyTorch for the bundle's indices.
     """
     with scratch_folder() as scratch:
         outputs = scratch / "outputs.safetensors"

@@ -19,7 +19,8 @@ import torch.distributed as dist
 Value = TypeVar("Value")
 
 PATIENCE = timedelta(minutes=30)
-"""Timeout of a collective.  A rank may have to lower what another one has in the cache.  If a rank fails, all of them end."""
+"""Timeout of a collective.  A rank may have to lower a program for which another rank has a result in the cache.  If a rank fails,
+all of them end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -198,7 +198,8 @@ def _initial_weights(prepared: Prepared) -> dict[str, torch.Tensor]:
 
 
 def _changed(rows: Sequence[Weight], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> tuple[Changed, ...]:
-    """Returns the changes of every row of memory state.  `before` and `after` have tensors by name; those of `after` are flat."""
+    """Returns the changes of every tensor in memory `state`.  `before` and `after` have tensors by name; those of `after` are
+    flat."""
     return tuple(
         [(index, *changes(flat(before[row.name], row), after[row.name])) for index, row in enumerate(rows) if row.memory == "state"]
     )

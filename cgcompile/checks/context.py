@@ -18,7 +18,6 @@ from ..model.side_effects import Obstacle
 from ..model.user_code import called_from, place
 
 Severity = Literal["refuse", "host", "note"]
-"""The severities of `Finding`."""
 
 REFUSE: Literal["refuse"] = "refuse"
 HOST: Literal["host"] = "host"

@@ -107,8 +107,8 @@ def _check_program(
 
 
 def merged_findings(per_key: Mapping[IntKey, tuple[Finding, ...]], sizes: Mapping[str, tuple[int, ...]]) -> tuple[Finding, ...]:
-    """Merges the findings of several programs.  The message of a finding that only some programs have names their int_keys.  Names
-    of nodes differ between programs.  So two findings are the same if rule, message and source line are equal."""
+    """Merges the findings of several programs.  If only some programs have a finding, its message names their int_keys.  Names of
+    nodes differ between programs.  So two findings are the same if rule, message and source line are equal."""
     if len(per_key) == 1:
         return next(iter(per_key.values()))
     same: dict[tuple[str, str, str, str], dict[IntKey, list[Finding]]] = {}

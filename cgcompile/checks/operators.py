@@ -51,7 +51,8 @@ DETERMINISTIC_SCATTER = frozenset({
 INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default)
 
 WITHOUT_CODE, WITHOUT_KERNEL = "operator-without-code", "operator-without-kernel"
-"""Rules about operators without code: for the host (`operators_without_code`), and cross-compiled (offline/lower/coverage.py)."""
+"""Rules about operators without code for the host (`operators_without_code`), and without a Triton kernel for cross-compiling
+(offline/lower/coverage.py)."""
 
 PYTORCH = frozenset({"aten", "prim", "prims", "higher_order", "cgcompile", "inductor", "quantized_decomposed", "_c10d_functional"})
 """Namespaces of PyTorch's and cgcompile's operators.  Collectives have their own rule."""

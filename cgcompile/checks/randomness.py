@@ -18,7 +18,7 @@ from ..transforms.rng.rewrite import can_rewrite, drawn, draws, generator_buffer
 from .context import NOTE, REFUSE, RuleContext, Severity, finding, operator
 
 INSIDE = "inside this operator, only a cross-compiled graph can draw random numbers"
-"""AOTInductor's code for a CPU crashed with a segmentation fault if such an operator drew random numbers (torch 2.13)."""
+"""AOTInductor's code for a CPU crashed with a segmentation fault if a branch or a loop drew random numbers (torch 2.13)."""
 
 
 def with_moved_draws(findings: Sequence[Finding], placed: Collection[str], program: ExportedProgram) -> tuple[Finding, ...]:
@@ -43,7 +43,8 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
     Effect: every call and every iteration of a loop has new numbers, which differ from PyTorch's; `program.seed(n)` repeats them.
     Other operators (poisson, binomial, gamma) and the user's generators are refused.  Random operators inside of scan or map, or
     of a branch or loop on the host, are refused too.  So is a model that draws numbers and calls a saved program that also does.
-    Fix: none needed; call `model.eval()` if the dropout is not intended.  Otherwise pass the random tensor as an input.
+    Fix: none needed; call `model.eval()` if the dropout is not intended.  For a refused operator, pass the random tensor as an
+    input.
     Source: torch.Tag.nondeterministic_seeded; torch.cuda.CUDAGraph.register_generator_state; transforms/rng.
     """
     saved = generator_buffers(context.program)

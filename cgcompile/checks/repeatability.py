@@ -73,8 +73,8 @@ def earlier_calls(context: RuleContext) -> Iterable[Finding]:
     """Results that depend on earlier calls: an attribute that one call sets from its inputs and a later call reads, a counter in
     Python, a global variable.
 
-    What it looks for: a new process creates the model and calls it with new inputs A, B and A again at every int_key, then at all
-    int_keys in reverse order.  Every call is compared with the exported program.
+    What it looks for: a new process creates the model.  It calls the model with new inputs A, B and A again at every int_key, then
+    at all int_keys in reverse order.  Every call is compared with the exported program.
     Why CUDA forbids it: a replay runs no Python.  The Python state stays as it was at the build.
     Effect: no bundle can be built.  An attribute that depends only on shapes, dtypes or weights is accepted, because it changes no
     result.

@@ -144,7 +144,7 @@ def baked_weight(context: RuleContext) -> Iterable[Finding]:
 def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
     """Python that branches on the value of a tensor, if not all paths can be exported: `while error > bound:`, `range(int(n))`.
 
-    What it looks for: Python reads the truth value or the number of a tensor during the export, and there are more paths than
+    What it looks for: Python reads the truth value or the number of a tensor during the export.  Either there are more paths than
     --max-paths, or a path cannot be exported.
     Why CUDA forbids it: a graph is a fixed sequence of kernels, and torch.export records one path through Python.
     Effect: no bundle can be built.  Other branches on data give notes: `path`, or `asserted-value` if one side fails.

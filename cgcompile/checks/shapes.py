@@ -41,11 +41,11 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
     outputs with such a size.
     Why CUDA forbids it: the host waits for the size to allocate the result and to set the grid of the next kernel; a
     recorded kernel has fixed addresses and a fixed grid.
-    Effect: the operation and its users run on the host, until sizes are known again.  An output of this kind is computed in the
+    Effect: the operation, and operations on tensors of such sizes, run on the host.  An output of this kind is computed in the
     graph, at the largest possible size.  A call returns it with its true size, and is never padded or chunked.  This works for
-    nonzero, where, masks as indices, masked_select, unique, unique_consecutive and torchvision's nms.  Their results may go
-    through operators that compute each row separately, sort, cat, sums, softmax and matrix products.  Other outputs are refused:
-    sizes without a bound (repeat_interleave with a tensor, bincount), rows in another order (flip), writes in place.
+    nonzero, where, masks as indices, masked_select, unique, unique_consecutive and torchvision's nms.  Their results may go through
+    operators that compute each row separately, sort, cat, sums, softmax and matrix products.  Other outputs are refused: sizes
+    without a bound (repeat_interleave with a tensor, bincount), rows in another order (flip), writes in place.
     Fix: use a mask instead of a selection; pad to a fixed size; return a length as a tensor.
     Source: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py; "unbacked binding ops" in Scheduler.should_partition,
     torch/_inductor/scheduler.py.

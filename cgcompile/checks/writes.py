@@ -62,8 +62,8 @@ def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
     What it looks for: attributes of modules that also change in a second call with the same inputs (model/tracing/attributes.py).
     Why CUDA cares: a replay runs kernels and no Python, so the attribute would keep its value from the export.
     Effect: no bundle can be built, because all its results would be those of the first call.  It is only a note if every call
-    assigns the attribute before it reads it.  It is also only a note if no result depends on the attribute, for these attributes:
-    a number, tensors in a list or a dict, a buffer that calls create again at every size.  The build turns a number, or a tensor
+    assigns the attribute before it reads it.  It is also only a note if no result depends on the attribute, and the attribute is a
+    number, tensors in a list or a dict, or a buffer that calls create again at every size.  The build turns a number, or a tensor
     that keeps its shape and dtype, into a buffer.
     Fix: use a buffer, `self.register_buffer(name, torch.zeros(()))`, and write to it: it becomes state, which lasts from call to
     call.

@@ -52,7 +52,7 @@ class Lanes(NamedTuple):
     pages: Tensor
 
     def positions(self, seq: int) -> Tensor:
-        """Returns the position of every token in its text, int64 (batch, seq); padding has that of the last used token."""
+        """Returns the position of every token in its text, int64 (batch, seq); padding has the position of the last used token."""
         step = torch.arange(seq, device=self.start.device)
         return self.start[:, None] + torch.minimum(step, (self.count - 1).clamp(min=0)[:, None])
 
@@ -157,7 +157,7 @@ class Loop:
 class Scores(NamedTuple):
     """How a layer computes probabilities from the products of queries and keys.  Products are multiplied by `scale` and limited by
     `softcap` (0.0: no limit).  A token sees the last `window` tokens (0: all), or those in its chunk of `chunk` tokens (0: all).
-    `sinks` (heads,): logits in the softmax that have no value."""
+    `sinks` (heads,): additional logits of the softmax, to which no values belong."""
 
     scale: float
     window: int

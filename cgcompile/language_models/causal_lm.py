@@ -35,7 +35,7 @@ from .sampling import Restriction, Sampling, alternatives, log_probability, rest
 from .settings import PAGE
 
 STOPS = 8
-"""Maximum number of stop tokens of a lane; -1 stands in unused positions."""
+"""Maximum number of stop tokens of a lane; unused positions hold -1."""
 
 Result = dict[str, Tensor]
 
@@ -50,8 +50,8 @@ class CausalLM(nn.Module):
     """
 
     def __init__(self, network: Any, pages: int, slots: int, turns: int) -> None:
-        """`network`: from `networks`, with attention over pages.  `pages` (of PAGE tokens) and `slots`: how many there are, with
-        number 0.  `turns`: the maximum number of tokens of a call of `generate`.  Raises language-model-refused."""
+        """`network`: from `networks`, with attention over pages.  `pages` (of PAGE tokens) and `slots`: how many there are,
+        including number 0.  `turns`: the maximum number of tokens of a call of `generate`.  Raises language-model-refused."""
         super().__init__()
         self.network = ropes_by_length(network)
         self.by_length, self.reread_at = depends_on_length(network.config), reread_length(network)
@@ -109,7 +109,7 @@ class CausalLM(nn.Module):
         seen = seen.scatter(1, torch.where(used, ids, ids[:, :1]), True) & (count > 0)[:, None]
         self.seen[slot] = seen
         deferred = (sampling.deferred > 0) & (count > 0)
-        self.deferred[torch.where(deferred, slot, 0)] = torch.where(deferred[:, None], logits, 0.0)  # their slots differ
+        self.deferred[torch.where(deferred, slot, 0)] = torch.where(deferred[:, None], logits, 0.0)  # only slot 0 is written twice
         return self._chosen(logits, logits, seen, start + count, sampling) | self._reread(start + count)
 
     def decode(self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling) -> Result:
@@ -132,8 +132,9 @@ class CausalLM(nn.Module):
     def generate(
         self, ids: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling, stop: Tensor, limit: Tensor
     ) -> Result:
-        """Continues after a token of each lane, `ids` (batch, 1), until a token of `stop` (batch, 8), -1 for none, or until `limit`
-        (batch,) tokens, at most `turns`.  The lane's pages need space for all tokens that are read: `start + limit`.  All int64.
+        """Continues after a token of each lane, `ids` (batch, 1).  A lane ends at a token of `stop` (batch, 8; -1 for none), or
+        after `limit` (batch,) tokens, at most `turns`.  The lane's pages need space for all tokens that are read: `start + limit`.
+        All int64.
 
         Returns `tokens`, int64 (batch, turns), which end with the stop token and then -1; `logprobs`, float32, the same shape;
         `count`, int64 (batch,); and `reread` as in `prefill`.  A lane also ends when its text must be read again.

@@ -23,8 +23,8 @@ LONGEST_HEADER = 100 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFolder:
-    """A complete folder.  `label` is the user's text, `name` the folder's name, `config` the contents of config.json, `text` its
-    section for the text model, `weight_bytes` the bytes by dtype of safetensors ("BF16")."""
+    """A complete folder.  `label` is the user's text, `name` the folder's name.  `config` has the contents of config.json, and
+    `text` its section for the text model.  `weight_bytes` has the bytes of the weights by dtype of safetensors ("BF16")."""
 
     label: str
     name: str

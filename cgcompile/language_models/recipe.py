@@ -46,7 +46,7 @@ def language_model(
 
 
 class ComparedModel:
-    """Makes the model of a folder.  Only the first call compares it with transformers; forked processes skip this."""
+    """Makes the model of a folder.  Only the first call compares it with transformers; forked processes skip the comparison."""
 
     def __init__(self, folder: str, settings: Settings, weights: str | None) -> None:
         self._folder, self._settings, self._weights, self._compared = folder, settings, weights, False

@@ -185,7 +185,8 @@ def layers_and_width(folder: ModelFolder) -> tuple[int, int]:
 
 
 def token_elements(folder: ModelFolder) -> int:
-    """Returns the approximate number of cache elements per token, for all layers; an upper estimate if key heads are not named."""
+    """Returns the approximate number of cache elements per token, for all layers; an upper estimate if the configuration does not
+    name key heads."""
     layers, width = layers_and_width(folder)
     heads = number_in(folder, "num_attention_heads", "n_head", "n_heads", other=32)
     key_heads = number_in(folder, "num_key_value_heads", "num_kv_heads", other=heads)

@@ -1,4 +1,4 @@
 """The user's model: how it is loaded, its declared sizes, its inputs and outputs as pytrees, and how eager PyTorch runs it.
 
-Also the effects of a call that are not operations.
+The package also finds the effects of a call that are not operations.
 """

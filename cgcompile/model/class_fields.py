@@ -22,7 +22,8 @@ CACHES = "transformers.cache_utils"
 """The module that defines the classes of caches and their layers.  Their subclasses are caches too."""
 
 DERIVED = frozenset({"batch_size", "max_batch_size", "dtype", "device"})
-"""Attributes of a cache layer that its tensors determine.  transformers reads only `device` after a layer has tensors."""
+"""Attributes of a cache layer that its tensors determine.  Of these, transformers reads only `device` once the layer has
+tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +122,7 @@ def _with_attributes(value: Any, names: Sequence[str], values: Sequence[Any]) ->
 
 
 def _registered(value: Any) -> Fields | None:
-    """Returns the fields of a class of `register_pytree_node`.  Without usable keys, the children have no names."""
+    """Returns the fields of a class of `register_pytree_node`.  The fields have names only if all children have different keys."""
     children, spec = pytree.tree_flatten(value, is_leaf=lambda subtree: subtree is not value)
     node = pytree.SUPPORTED_NODES[type(value)]
     keys = [key for key, _ in node.flatten_with_keys_fn(value)[0]] if node.flatten_with_keys_fn else []
@@ -139,7 +140,7 @@ def _registered(value: Any) -> Fields | None:
 
 
 def _only_names(context: Any) -> bool:
-    """Returns whether the context of a registered class has only names and types.  The runtime compares nothing else."""
+    """Returns whether the context of a registered class has only names and types.  The runtime does not compare other contents."""
     if isinstance(context, tuple | list):
         return all(_only_names(item) for item in context)
     return context is None or isinstance(context, str | type)

@@ -63,7 +63,7 @@ def sizes_of_entries(option: SizesOption, dimensions: Mapping[str, Sequence[str]
 
 
 def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, Any]:
-    """Splits `decode:batch=1,8` into the entry, or "", and the rest."""
+    """Splits `decode:batch=1,8` into the entry, or "", and `batch=1,8`."""
     entry, colon, rest = str(item).partition(":")
     if not colon:
         names = {name for group in dimensions.values() for name in group}  # a single dimension need not be named

@@ -101,8 +101,8 @@ class BoundedAxis:
 
 
 def names_of_counts(names: Sequence[str], rows: Sequence[BoundedAxis]) -> list[str]:
-    """Returns the names of the true sizes.  They begin with the first output of this size: `boxes.rows` for axis 0, `boxes.size1`
-    for axis 1."""
+    """Returns the names of the true sizes.  A name begins with that of the first output of this size: `boxes.rows` for axis 0,
+    `boxes.size1` for axis 1."""
     by_count: dict[int, str] = {}
     for row in rows:
         if row.count not in by_count:

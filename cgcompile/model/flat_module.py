@@ -185,7 +185,8 @@ def held_weights(model: torch.nn.Module, excluded: Collection[str] = ()) -> tupl
 
 
 def _waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Waits for the result of a collective outside of a trace: a private class of torch with `trigger_wait` (2.11, 2.13)."""
+    """Waits for the result of a collective.  Outside of a trace, the result has a private class of torch with `trigger_wait` (2.11,
+    2.13)."""
     wait = getattr(tensor, "trigger_wait", None)
     return tensor if wait is None else wait()
 
@@ -240,8 +241,8 @@ class Reference(Protocol):
 
 
 class BufferSnapshot:
-    """The initial contents of the buffers of modules, to restore them.  `prefix` is removed from names.  Modules share buffers of
-    the same name.  `held` has more tensors to restore."""
+    """The initial contents of the buffers of modules, to restore them.  `prefix` is removed from names.  If several modules have a
+    buffer of one name, it must be the same tensor.  `held` has more tensors to restore."""
 
     def __init__(self, *modules: torch.nn.Module, prefix: str = "", held: Sequence[torch.Tensor] = ()) -> None:
         self._held = [(tensor, copied(tensor)) for tensor in held]

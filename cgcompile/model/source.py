@@ -25,7 +25,7 @@ SEED = 0
 """torch's seed for example inputs, so that two builds of one model have the same self-test."""
 
 SELF_TEST_SEED, OTHER_SEED = 1, 2
-"""Seeds of inputs that neither the export nor a recording uses: for the self-test, and for calls between its calls."""
+"""Seeds of inputs that neither the export nor a recording uses: for the self-test, and for calls between those of the self-test."""
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -95,7 +95,7 @@ PASSED_ON = (KeyboardInterrupt, GeneratorExit)
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Converts exceptions of the user's code inside this context to standard ones.  This applies to classes of the user, classes
-    that are not an Exception (SystemExit), and exceptions whose text raises.  The new class has the same name and text, and a
+    that are not an Exception (SystemExit), and exceptions whose `str()` raises.  The new class has the same name and text, and a
     standard base class."""
     try:
         yield
@@ -112,7 +112,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _is_standard(error: BaseException) -> bool:
-    """Returns whether an exception is of a package in HANDLED, and has a text."""
+    """Returns whether an exception is of a package in HANDLED, and its `str()` does not raise."""
     kind = type(error)
     with suppress(Exception):
         str(error)
@@ -172,7 +172,7 @@ LIBRARY_SOURCE = re.compile(r'(?:\s*\bat )?"?(?:/|\.\./)[^\s"]*\.(?:cpp|cc|cu|cu
 """Matches `/pytorch/aten/src/x.cpp:12: ` and ` at "/pytorch/c10/x.cpp":12, `: files on the machine that built torch."""
 
 STRING = re.compile(r"""'[^']*'|"[^"]*"|#.*""")
-"""Matches strings and comments.  Brackets in them do not count."""
+"""Matches strings and comments.  `whole` ignores their brackets."""
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 """The closing bracket of each opening bracket."""

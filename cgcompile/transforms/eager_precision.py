@@ -14,7 +14,8 @@ from ..model.source import CPU
 from ..util.tolerance import compare
 
 WIDE = (torch.float64, torch.complex128)
-"""Dtypes with smaller rounding errors than float32.  A change of float32 inputs by a rounding step does not measure them."""
+"""Dtypes with smaller rounding errors than float32.  A change of float32 inputs by a rounding step does not measure these
+errors."""
 
 
 def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[float, ...]:
@@ -63,7 +64,8 @@ def _parameters_stepped(reference: Reference | None) -> Iterator[None]:
 
 def _stepped(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor with every float32 changed by a rounding step, alternately up and down.  Other dtypes do not change:
-    coarser numbers are exact in the arithmetic that follows.  Whole numbers do not change, because they may be masks or indices."""
+    numbers of narrower dtypes are exact in the arithmetic that follows.  Whole numbers do not change, because they may be masks or
+    indices."""
     if tensor.dtype != torch.float32 or not tensor.numel():
         return tensor
     step = torch.finfo(tensor.dtype).eps

@@ -82,7 +82,8 @@ def _rounds_to_tf32(programs: Programs) -> bool:
 
 
 def selection_floor(prepared: Prepared, bounds: Sequence[ErrorBound]) -> float:
-    """Returns the smallest bound for floats from which an index is selected: the largest of the widened `bounds` and of TF32's."""
+    """Returns the smallest bound for floats from which an index is selected: the largest of the widened `bounds`, and of TF32 if
+    eager PyTorch rounds to it."""
     widened = max((limit.bound for limit in bounds if limit.widened), default=0.0)
     return max(widened, TF32 if prepared.on_gpu and _rounds_to_tf32(prepared.programs) else 0.0)
 

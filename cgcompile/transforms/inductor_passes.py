@@ -11,14 +11,14 @@ Python numbers (torch 2.11, `scatter_upon_const_tensor` in fx_passes/joint_graph
 float32, a float32 mask int64.
 
 **`Identity` of a number is the number.** `Identity` keeps sympy from expanding an index, but a number cannot be expanded.  `Max`
-and `Min` reject `Identity` of a number, and quotients and remainders of it, because sympy cannot evaluate them.  Then a gather at
-such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 fixes the case of `Identity` alone).
+and `Min` reject `Identity` of a number, and quotients and remainders of it, because sympy cannot evaluate them.  Then Inductor did
+not lower a gather at such an index (torch 2.11 and 2.13; pytorch pull request 172707 fixes the case of `Identity` alone).
 
 **A factor of a sum is multiplied first.** `torch.add(x, a @ b, alpha=-1)` becomes `addmm` without its factor, because the pattern
 ignores `alpha` (`addmm` in fx_passes/post_grad.py, torch 2.13).
 
 **Short products are added by addmm.** Inductor generates one kernel for the sum of two products.  That kernel has no configuration
-for inner axes of up to 16 elements.  If PyTorch's own kernels are excluded, no choice is left (`tuned_mm_plus_mm` in
+for inner axes of up to 16 elements.  If PyTorch's own kernels are excluded, no kernel is left to choose (`tuned_mm_plus_mm` in
 torch/_inductor/kernel/mm_plus_mm.py, torch 2.11 and 2.13).
 
 **Outputs are separate tensors.** Inductor merges equal operations.  Code that is compiled ahead of time then returns one tensor
@@ -140,7 +140,8 @@ class ReadOldValues(CustomGraphPass):
 
 
 class SeparateOutputs(ReadOldValues):
-    """The same pass for code that is compiled ahead of time.  It separates repeated outputs instead of adding short products."""
+    """The pass `ReadOldValues` for code that is compiled ahead of time.  It separates repeated outputs instead of adding short
+    products."""
 
     def __call__(self, graph: Graph) -> None:
         read_old_values(graph)
@@ -220,7 +221,8 @@ def separate_outputs(graph: Graph) -> None:
 
 def read_old_values(graph: Graph) -> None:
     """Changes the graph in place.  A value that is copied to an input may be another input, which an earlier copy overwrites.  Then
-    the value is computed before the copies.  For attributes, any other copy counts: Inductor does not keep the order of those."""
+    the value is computed before the copies.  If inputs are attributes, a later copy counts too, because Inductor does not keep the
+    order of copies to attributes."""
     copies = [node for node in graph.find_nodes(op="call_function", target=COPY) if node.args[0].op in INPUTS]
     written = {str(copy.args[0].target) for copy in copies if copy.args[0].op == "get_attr"}
     for copy in copies:

@@ -65,7 +65,7 @@ def unique(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool =
 def unique_consecutive(
     x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implements `torch.unique_consecutive` of all elements; NotImplemented along one axis."""
+    """Implements `torch.unique_consecutive` of all elements.  Returns NotImplemented for one axis of several."""
     if dim is not None and x.dim() != 1:
         return NotImplemented
     flat = x.reshape(-1)

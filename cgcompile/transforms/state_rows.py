@@ -5,8 +5,8 @@ for an index compares it with the size of the tensor at the build.  So the progr
 state: int64 [1], the number of rows, named ROWS + the dimension.  Indices are compared with this number.  An invalid index is an
 error on a CPU, and is replaced by the nearest row on a GPU.  The remaining operations compare nothing with a size of a tensor.
 
-Other uses of such state are refused: they would read or write all rows, or contain their number.  On a GPU an operator of Triton
-kernels (`torch.library.triton_op`) may take the state: the recorders refuse it if its launches depend on the number of rows.
+Other uses of such state are refused: they would read or write all rows, or depend on the number of rows.  On a GPU an operator of
+Triton kernels (`torch.library.triton_op`) may take the state: the recorders refuse it if its launches depend on the number of rows.
 
 Private interface (torch 2.11, 2.13): `torch._library.triton.triton_ops_to_kernels`.
 """
@@ -259,8 +259,9 @@ class _Rewriting:
         return [self._place(node, indices[0], count), *indices[1:]]
 
     def _place(self, node: Node, index: Node, count: Node) -> Node:
-        """Returns the valid rows of an index.  Equal indices between two branches or loops share them.  On a GPU, each such part is
-        compiled separately, and Inductor does not know that rows that another part computed are not negative."""
+        """Returns the valid rows of an index.  Equal indices share the result, unless a branch or a loop is between them.  On a
+        GPU, the parts between branches and loops are compiled separately, and Inductor does not know that rows from another part
+        are not negative."""
         key = self._key(index), count, self._part
         if key not in self._places:
             origin = {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}

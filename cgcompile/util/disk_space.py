@@ -19,7 +19,7 @@ FULL_MESSAGE = re.compile(f"{os.strerror(errno.ENOSPC)}|{os.strerror(errno.EDQUO
 """The same errors in the messages of compilers."""
 
 LITTLE = 64 << 10
-"""A disk with fewer free bytes counts as full.  It is not 0, because a compiler that fails removes its incomplete file."""
+"""A disk with fewer free bytes counts as full.  The limit is not 0, because a compiler that fails removes its incomplete file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

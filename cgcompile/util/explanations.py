@@ -108,7 +108,7 @@ def _explanations_in(tree: ast.Module) -> Iterator[Explanation]:
     """Yields the explanations of functions and constants that have the docstring of a rule."""
     for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef) and _is_rule(text := ast.get_docstring(node) or ""):
-            yield _finding(_name(node), text, _severities(node) or _severities(tree))  # a helper function in the file may set it
+            yield _finding(_name(node), text, _severities(node) or _severities(tree))  # a helper function may set the severity
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(following, ast.Expr):
             text_below = following.value.value if isinstance(following.value, ast.Constant) else ""
             if isinstance(text_below, str) and _is_rule(text_below):

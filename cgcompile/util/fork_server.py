@@ -3,7 +3,7 @@ seconds.  The build itself cannot fork after it has started CUDA, which does not
 
 The build sends the path of a pickled `_Order` and three pipes over a Unix socket.  The forked process reads requests from the first
 pipe and answers on the second.  The server writes the process id, and later the exit status, to the third.  Each process leads a
-process group.  All end when the thread that started the server ends."""
+process group.  All processes end when the thread that started the server ends."""
 
 from __future__ import annotations
 

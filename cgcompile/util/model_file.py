@@ -22,8 +22,8 @@ DYNAMIC = frozenset({"exec", "eval", "globals", "locals", "vars", "setattr", "mo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Definitions:
-    """The `names` that the top level of a file binds.  A value is the function if its name is bound once, without decorator and
-    outside of other statements, else None.  `whole`: no other names are defined."""
+    """The `names` that the top level of a file binds.  The value of a name is None, unless its only binding is a function without
+    decorator and outside of other statements.  `whole`: no other names are defined."""
 
     names: dict[str, ast.FunctionDef | None]
     whole: bool

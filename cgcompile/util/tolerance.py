@@ -45,7 +45,8 @@ def is_float(dtype: torch.dtype) -> bool:
 
 
 def compare(expected: torch.Tensor, got: torch.Tensor) -> Difference:
-    """Returns the difference as `cgbundle.tensors.comparison`, for one device.  It is infinite if shapes or dtypes differ."""
+    """Returns the difference that `cgbundle.tensors.comparison` defines, for tensors on one device.  It is infinite if shapes or
+    dtypes differ."""
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return Difference(error=inf, text=f"{got.dtype} {list(got.shape)}, expected {expected.dtype} {list(expected.shape)}")
     if not expected.numel() or (expected.device == got.device and same_bits(expected, got)):

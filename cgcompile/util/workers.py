@@ -220,7 +220,7 @@ Work = Callable[[Tell], Any]
 def run_forked(works: Mapping[Key, Work], tells: Mapping[Key, Tell], logs: Path, died: str) -> dict[Key, Any]:
     """Returns the answers of forked processes; as many run at a time as there are processors.  `logs` is the folder for their
     output.  Raises a process's BuildError, and an error of code `died` if a process ends without an answer.  The first error ends
-    all."""
+    all processes."""
     waiting, running, answers = list(works), dict[Connection, tuple[Key, int, Path]](), dict[Key, Any]()
     try:
         while waiting or running:

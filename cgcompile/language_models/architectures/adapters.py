@@ -33,8 +33,8 @@ Factors = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """The adapters of the last call.  `mask`: (batch, adapters * rank), 1 at the rows of the lane's adapter and 0 elsewhere, or
-    None before the first call, so that layers use no adapters."""
+    """The adapters of the last call.  `mask`: (batch, adapters * rank), 1 at the rows of the lane's adapter, else 0.  It is None
+    before the first call, and layers then use no adapters."""
 
     mask: Tensor | None = None
 
@@ -49,7 +49,7 @@ class Share:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alike:
     """Layers whose factors are stored in one tensor: they have the same shape, and their paths differ only in the number of the
-    decoder's layer.  `name`: that path with first and last number, as in model.layers.0-29.self_attn.q_proj."""
+    decoder's layer.  `name`: their path with the first and the last number, as in model.layers.0-29.self_attn.q_proj."""
 
     name: str
     paths: tuple[str, ...]

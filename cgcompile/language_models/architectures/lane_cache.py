@@ -36,8 +36,8 @@ class Kept(NamedTuple):
     and `states`. `by_lane`: whether calls have a row for every lane and a LaneCache; otherwise one row holds the tokens
     of all lanes.
 
-    The index of a layer with sparse attention has the number ("index", layer).  One half of the index's keys is stored as keys, the
-    other half as values.
+    In `numbers`, the indexer of a layer with sparse attention has the key ("index", layer).  One half of the indexer's keys is
+    stored as keys, the other half as values.
     """
 
     layers: list[Layer]

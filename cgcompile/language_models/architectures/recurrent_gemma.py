@@ -17,7 +17,7 @@ UNIT = ("num_attention_heads", "block_width", "recurrent_param", "input_gate_wei
 
 
 class Unit:
-    """Replaces the module of a gated linear recurrent unit for one call of its code, which stores the new state on it."""
+    """Replaces the module of a gated linear recurrent unit for one call of its code, which stores the new state in this object."""
 
     def __init__(self, module: Any, states: Tensor) -> None:
         for name in UNIT:

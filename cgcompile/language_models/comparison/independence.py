@@ -21,7 +21,7 @@ FAR = 90
 """A position beyond the windows, chunks and `original_max_position_embeddings` of the small copies."""
 
 COUNTS_POSITIONS = "it counts positions itself and ignores position_ids"
-"""The reason for a refusal."""
+"""The reason in the refusal of a model that ignores `position_ids`."""
 
 
 def check_independence(model: Any) -> None:

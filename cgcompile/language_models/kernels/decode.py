@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 BLOCK, WARPS, STAGES = 32, 4, 3
-"""Tokens that a program reads at a time, and Triton's options: the fastest of 24 settings on an H100 (1 to 32 lanes, 1k to 16k)."""
+"""Tokens that a program reads at a time, and Triton's options: the fastest of 24 settings on an H100 (1 to 32 lanes, 1k to 16k
+tokens)."""
 
 PROGRAMS = 264
 """Target number of programs: 2 for each of the 132 multiprocessors of an H100 or H200."""

@@ -1,8 +1,8 @@
-"""Raises IndexError for an index out of range on any device.  Trial calls may have such indices: no example has their values and
-sizes.
+"""Raises IndexError for an index out of range on any device.  Trial calls of a build may have such indices, because their values or
+sizes differ from those of all examples.
 
-PyTorch raises it on the CPU.  On a GPU a kernel asserts instead, which makes the GPU unusable for the process.  So the indices are
-checked before the operator runs.
+PyTorch raises the error on the CPU.  On a GPU a kernel asserts instead, which makes the GPU unusable for the process.  So the
+indices are checked before the operator runs.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def guarded_indices(device: torch.device) -> Iterator[None]:
 class IndexGuard(TorchDispatchMode):
     """Checks every operator with indices, on tensors of any device, before it runs."""
 
-    supports_higher_order_operators = True  # does not check their bodies
+    supports_higher_order_operators = True  # such operators run, but their bodies are not checked
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets torch compile branches, loops and flex_attention in eager mode.  Under a mode without this method they fail, and
-        afterwards also without a mode (torch 2.11, 2.13)."""
+        """Lets torch compile branches, loops and flex_attention in eager mode.  They fail under a mode without this method.  After
+        such a failure they fail without a mode too (torch 2.11, 2.13)."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -70,7 +70,7 @@ COUNTED = frozenset(
 REPEATS = frozenset({torch.repeat_interleave, torch.Tensor.repeat_interleave})
 
 NORMS = frozenset({F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, torch.native_batch_norm})
-"""Functions that write to running statistics without a new version, unless argument number `NORM_FLAG` is False."""
+"""Functions that write to running statistics and do not increase their `_version`, unless argument number `NORM_FLAG` is False."""
 
 NORM_FLAG = 5
 
@@ -193,7 +193,7 @@ class KnownValues:
         return tensor._version, storage, self._writes.get(storage, 0)
 
     def _of(self, argument: Any) -> Any:
-        """Returns an argument, or the expression of a tensor, or _UNKNOWN."""
+        """Returns the expression of a tensor, the value of a constant argument, or _UNKNOWN."""
         if isinstance(argument, FakeTensor):
             noted = self._notes.get(argument)
             if noted is not None:

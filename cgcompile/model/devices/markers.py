@@ -12,7 +12,7 @@ for _name in ("to_host", "to_device"):
     torch.library.register_fake(f"cgcompile::{_name}", lambda x: torch.empty_like(x), lib=_LIBRARY)
 
 TO_HOST, TO_DEVICE = torch.ops.cgcompile.to_host.default, torch.ops.cgcompile.to_device.default
-"""Copies of a tensor to the other device.  On the CPU, where models are exported and compared, both are clones."""
+"""Copies of a tensor to the other device.  On the CPU, where models are exported and compared, both operators clone the tensor."""
 
 _NAMES = {TO_HOST: "to_host", TO_DEVICE: "to_device"}
 

@@ -31,7 +31,7 @@ def _selected(x: torch.Tensor, mask: torch.Tensor, positions: Positions) -> tupl
     """Returns the index that selects the elements of `x` where a mask of known value is true, or None.  Supports a mask that has
     the size of `x` along adjacent axes, and size 1 along the others."""
     if not all(type(size) is int for size in mask.shape):
-        return None  # unknown value; a comparison of its sizes would specialize them
+        return None  # its value is unknown, and comparing its sizes would make them constants
     leading = x.dim() - mask.dim()
     axes = [axis for axis, size in enumerate(mask.shape) if size != 1] or [*range(mask.dim())]
     if leading < 0 or not axes or len(axes) != axes[-1] - axes[0] + 1:
@@ -47,7 +47,7 @@ def _select(x: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
 
 
 def with_masks(func: Any, args: list[Any], kwargs: dict[str, Any], positions: Positions, truth: Callable[[Any], Any]) -> Call:
-    """Returns the call, or the call that replaces it.  `truth` converts uint8 to bool."""
+    """Returns the call with its masks converted.  `truth` converts uint8 to bool."""
 
     def as_truth(value: Any) -> Any:
         return truth(value) if isinstance(value, torch.Tensor) and value.dtype is torch.uint8 else value

@@ -82,7 +82,7 @@ def run_at(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, A
 def recurrent(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a recurrent layer.  PyTorch needs the batch sizes of a packed sequence on the host."""
     data, sizes, *others = args
-    if not isinstance(sizes, torch.Tensor) or sizes.dtype != torch.int64:  # these are states
+    if not isinstance(sizes, torch.Tensor) or sizes.dtype != torch.int64:  # then `sizes` has the states
         return operate(places, func, args, kwargs)
     host_sizes = sizes if places.real == CPU or is_traced((args, kwargs)) else sizes.to(CPU)
     return operate(places, lambda data, *others, **named: func(data, host_sizes, *others, **named), [data, *others], kwargs)
@@ -157,7 +157,7 @@ def _side(places: TensorPlaces, func: Any, args: Sequence[Any], tensors: Sequenc
 
 
 def _requested_device(places: TensorPlaces, kwargs: dict[str, Any]) -> str | None:
-    """Returns the place that `device=` names, and replaces it by the real device of the call."""
+    """Returns the place that `device=` names, or None.  Replaces this argument by the real device of the call."""
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
         places.saw("pinned-memory", "pin_memory=True has no effect: a bundle allocates its own pinned memory")

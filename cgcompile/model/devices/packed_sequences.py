@@ -197,7 +197,7 @@ class PackedSequences:
         self, data: torch.Tensor, sizes: torch.Tensor, batch_first: bool, value: float, total: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Converts rows back to a padded tensor and its lengths.  Without a total length, eager PyTorch's result is as long as the
-        longest sequence.  An assertion checks that this is the full length."""
+        longest sequence.  An assertion checks that the longest sequence has the full length."""
         packing = self._rows[data]
         if _total_length() is None:
             text = "the longest sequence is as long as the input; give pad_packed_sequence() total_length= otherwise"

@@ -40,7 +40,7 @@ NUMBERS = (torch.SymBool, torch.SymInt, torch.SymFloat)
 
 
 class TracedReads(DataReads):
-    """The branches of a traced call of `model`.  `entry` is the code of the caller."""
+    """The branches of a traced call of `model`.  `entry` is the code of the function that calls the model."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class TracedReads(DataReads):
         selected = [symbol for symbol in expression.free_symbols - self._read if symbol_is_type(symbol, SymT.UNBACKED_INT)]
         shapes = number.node.shape_env
         if (selected and shapes is None) or (not selected and expression.free_symbols.isdisjoint(self._read)):
-            return None  # a size: torch decides
+            return None  # it depends on sizes only: torch decides
         if selected and (static_value := shapes._maybe_evaluate_static(expression)) is not None:
             return self._noted(bool(static_value))
-        for symbol in selected:  # number of rows that a mask selects
+        for symbol in selected:  # a symbol is the number of rows that a mask selects
             size = shapes.create_symintnode(symbol, hint=None)
             self._way.symbols.setdefault(symbol, lambda size=size: torch.scalar_tensor(size, dtype=torch.float64))
         with _pop_mode_temporarily():  # these are not operations of the model

@@ -125,7 +125,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _move(tensors: list[torch.Tensor], device: torch.device) -> None:
-    """Moves tensors of one storage.  The old memory is freed with the last of them."""
+    """Moves tensors of one storage.  The old memory is freed when the last tensor has moved."""
     if len(tensors) == 1:
         tensors[0].data = moved(tensors[0].data, device)
         return
@@ -135,7 +135,7 @@ def _move(tensors: list[torch.Tensor], device: torch.device) -> None:
 
 
 def _replace_others(model: torch.nn.Module, device: torch.device, replaced: list[_Replaced]) -> None:
-    """Replaces tensors of other classes, for example quantized ones, in their modules.  `.to()` of their class moves them."""
+    """Replaces tensors that are not plain, for example quantized ones.  The method `.to()` of their class moves them."""
     others: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for owner in (module._parameters, module._buffers):

@@ -27,14 +27,15 @@ class SizeLists:
         self._lists: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Any) -> Any:
-        """Returns the elements of a tensor as a list, or as a number if it has no dimensions; None for any other tensor."""
+        """Returns the elements of a tensor as a list, or as a number if it has no dimensions; None for a tensor that does not come
+        from sizes."""
         if not isinstance(tensor, torch.Tensor):
             return None
         state, elements = self._lists.get(tensor, (None, None))
         return elements if elements is not None and state == self._state(tensor) else None
 
     def note(self, func: Any, args: Sequence[Any], result: Any) -> None:
-        """Records the result of an operation that creates such a tensor, or selects elements of one."""
+        """Records the result of an operation that creates a tensor from sizes, or selects elements of one."""
         elements: Any = None
         if func in MADE_OF_A_LIST and args and isinstance(args[0], list | tuple | torch.Size):
             elements = list(args[0])
@@ -50,7 +51,7 @@ class SizeLists:
                 self._lists[tensor] = self._state(tensor), part
 
     def read(self, func: Any, args: Sequence[Any]) -> Any:
-        """Returns the numbers that Python reads from such a tensor, or None for any other call."""
+        """Returns the numbers that Python reads from a tensor of sizes, or None for any other call."""
         if func not in READS or (elements := self.of(args[0])) is None:
             return None
         if func is torch.Tensor.tolist:

@@ -3,13 +3,14 @@ device.
 
 A model is exported on one device, the CPU or the GPU of the build.  An explicit move (`.cpu()`, `.cuda()`, `.to(device)`,
 `device=`) would disappear from the graph, or break it.  `DeviceTracking` returns `tensor.device` as if the tensors were on the
-devices of the bundle, and follows the moves.  It adds a marker operator to the graph for each (markers.py).
+devices of the bundle, and follows the moves.  It adds a marker operator to the graph for each move (markers.py).
 
 Private interfaces (torch 2.11, 2.13): `FakeTensor.device`, `torch.overrides._get_current_function_mode_stack`, `get_proxy_mode`
 (None while torch runs an operation that it traces), `torch.autocast.__init__`.  While the model runs, `FakeTensor.device` is
-replaced, because this Python property calls no mode.  If the CPU runs in place of a GPU, so are autocast (for cuda it has no effect
-on the CPU), `torch.cuda.get_device_capability` (returns the bundle's GPU), `torch.cuda.is_current_stream_capturing` (missing in
-torch for the CPU), and `torch.backends.cudnn.is_acceptable` (`flatten_parameters()` of recurrent layers would start CUDA).
+replaced, because this Python property calls no mode.  If the CPU runs in place of a GPU, these are replaced too: autocast (for cuda
+it has no effect on the CPU), `torch.cuda.get_device_capability` (returns the bundle's GPU),
+`torch.cuda.is_current_stream_capturing` (missing in torch for the CPU), and `torch.backends.cudnn.is_acceptable`
+(`flatten_parameters()` of recurrent layers would start CUDA).
 """
 
 from __future__ import annotations
@@ -168,8 +169,7 @@ def track_devices(
     `known` and `asserted`, and `PackedSequences` for `padded`.  `weights` are the names, traced tensors and values of parameters
     and buffers that no call is known to write to.  `way` has forced answers for the call of `model`.
 
-    Fake tensors read `.device` from a property without a mode.  The replaced property uses this mode while the user's code runs.
-    Inside the operations that this code calls, the mode is off the stack.
+    The replaced `FakeTensor.device` returns the user's device while the mode is on the stack, which is not so inside operations.
     """
     places = TensorPlaces(inputs, real, target_device)
     values = KnownValues(real, places.effects.baked)

@@ -68,7 +68,8 @@ class FreshModel(Protocol):
     threads: int
 
     def send(self, entry: int, tensors: Sequence[torch.Tensor], seed: int, reset: bool = False) -> None:
-        """Starts a call of entry number `entry`, with a seed for torch's random numbers.  `reset` restores the buffers before."""
+        """Starts a call of entry number `entry`, with a seed for torch's random numbers.  `reset` restores the buffers before the
+        call."""
 
     def receive(self) -> Called:
         """Returns the results of the call, moved to the CPU.  Raises fresh-failed."""
@@ -249,7 +250,7 @@ def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> N
 
 def _call(connection: Connection, sources: Sequence[Source], device: torch.device, sizes: Mapping[str, dict[str, int]]) -> None:
     """Runs the calls of a new model until the command "end".  Seeds NumPy's generator again after the fork, as Python seeds its
-    generator.  Otherwise it would draw the same numbers as the build."""
+    generator.  Otherwise NumPy would draw the same numbers as in the build."""
     if numpy := sys.modules.get("numpy.random"):
         numpy.seed()
     with ExitStack() as stack:
@@ -273,7 +274,8 @@ def _call(connection: Connection, sources: Sequence[Source], device: torch.devic
 
 
 def _leave_cuda_alone() -> None:
-    """Prevents Dynamo from starting CUDA, which takes memory and time, to read the generator's state and the stream."""
+    """Prevents Dynamo from starting CUDA, which takes memory and time.  Dynamo would start it to read the generator's state and the
+    stream."""
     torch.accelerator.is_available = lambda: False
     torch.cuda.get_rng_state = lambda device="cuda": torch.empty(0, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda new_state, device="cuda": None

@@ -23,7 +23,8 @@ LOWEST, HIGHEST = 0, 0x12DD9BB3
 """Words of a Mersenne Twister's state that it outputs as 0 and as 2**32 - 1: the ends of the range of a draw."""
 
 FIRST = 256
-"""Number of words that are set to LOWEST or HIGHEST.  Not all, because some draws repeat until they get another number."""
+"""Number of words that are set to LOWEST or HIGHEST.  The other words keep their values, because some draws repeat until they get
+another number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Finds values that a call of the model keeps for later calls outside of its buffers: attributes, class attributes and globals.
 
-If the results of a new model differ from those of the exported program, they show the cause.
+If the results of a new model differ from those of the exported program, these values show the cause.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _digest(value: Any) -> str:
 
 
 def _add(hasher: Any, value: Any, depth: int, seen: set[int]) -> None:
-    """Adds a value to a hash, with its parts down to depth `depth`.  Of other objects, adds only the class."""
+    """Adds a value to a hash, with its parts down to depth `depth`.  Of an object without readable parts, adds only the class."""
     if isinstance(value, torch.Tensor):
         hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.layout is torch.strided and not value.is_meta:

@@ -97,7 +97,8 @@ def unrepeated(
 
 
 def _depends_on_random(flat: FlatModule, tensors: Sequence[torch.Tensor], call: Observed) -> bool:
-    """Tries random numbers at both ends of their range, if known, and a few more."""
+    """Returns whether results change with random numbers at both ends of their range, and with ORDINARY other draws.  Returns True
+    if the ends are unknown, or if a call fails."""
     with put_back(call.moved):
         original_states = [rng.read() for rng in call.moved]
         ends = [rng.ends(state) for rng, state in zip(call.moved, original_states, strict=True)]

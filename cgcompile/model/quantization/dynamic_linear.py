@@ -1,8 +1,8 @@
 """Replaces `torch.ao.nn.quantized.dynamic.Linear` by plain operations.  The weights of that class are packed for a CPU library.
 
 The arithmetic is that of ATen's `quantized::linear_dynamic`.  One step (scale) and zero point apply to all activations
-(ChooseQuantizationParams in aten/src/ATen/native/quantized/cpu/QuantUtils.h, read in 2.13).  They are rounded to multiples of the
-step.  The product of integers is multiplied by the scales.
+(ChooseQuantizationParams in aten/src/ATen/native/quantized/cpu/QuantUtils.h, read in 2.13).  Activations are rounded to multiples
+of the step.  The product of integers is multiplied by the scales.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SMALLEST = 6.1e-5
 """The smallest step of ATen (SMALL_SCALE_THRESHOLD in QuantUtils.h)."""
 
 TINY = 2.0**-128
-"""Steps up to this one have no reciprocal in float32.  ATen uses 0.1 instead."""
+"""Steps up to this one have no reciprocal in float32.  ATen replaces such a step by 0.1."""
 
 LEVELS = (127, 255)
 """The largest quantized activation.  127 keeps the sum of two products within 16 bits, which some CPU libraries need."""
@@ -54,15 +54,15 @@ class DynamicLinear(torch.nn.Module):
         params = self._packed_params
         activations = x.to(torch.float32)
         step, zero = activation_step(activations, self.levels)
-        steps = (torch.round(activations * (1.0 / step)) + zero).clamp(0, 255) - zero
+        quantized = (torch.round(activations * (1.0 / step)) + zero).clamp(0, 255) - zero
         if self.levels == LEVELS[0] and x.device.type == "cpu":
-            # all steps are in -127..127; cuBLAS does not support this product for up to 16 rows
-            product = torch._int_mm(steps.to(torch.int8).reshape(-1, x.shape[-1]), params.weight.t())
+            # all values are in -127..127; cuBLAS does not support this product for up to 16 rows
+            product = torch._int_mm(quantized.to(torch.int8).reshape(-1, x.shape[-1]), params.weight.t())
             output = product.to(torch.float32).reshape(*x.shape[:-1], params.weight.shape[0])
         else:
-            output = torch.nn.functional.linear(steps, params.weight.to(torch.float32))
+            output = torch.nn.functional.linear(quantized, params.weight.to(torch.float32))
         if params.zero_point is not None:
-            output = output - steps.sum(-1, keepdim=True) * params.zero_point
+            output = output - quantized.sum(-1, keepdim=True) * params.zero_point
         output = output * (step * params.scale)
         return (output if params.bias is None else output + params.bias).to(x.dtype)
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SUFFIX = "_tensors"
-"""Suffix of the submodule's name.  It needs another name than the property, which would hide it from torch.export."""
+"""Suffix of the submodule's name.  With the name of the property, the submodule would be hidden from torch.export."""
 
 
 class InnerTensors(torch.nn.Module):

@@ -2,6 +2,6 @@
 
 `attributes` and `attribute_reads` find attributes that the code changes.  `held_tensors` finds tensors that are not buffers.
 `conversions` skips conversions that change nothing.  `questions` hides that the code is traced.  `constant_expressions` evaluates
-expressions of constants.  `way` follows one path through its branches on data: `predicates` and `tracked_numbers` are the
-conditions, `python_state` and `bytecode` the state of Python at a branch.
+expressions of constants.  `way` follows one path through the code's branches on data.  `predicates` and `tracked_numbers` handle
+the conditions of these branches.  `python_state` and `bytecode` describe the state of Python at a branch.
 """

@@ -18,7 +18,7 @@ from ..user_code import is_ours
 from .attributes import holder_of
 
 WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__", "__reduce__", "__deepcopy__", "__copy__"})
-"""Attributes that give access to all others."""
+"""Attributes that give access to all other attributes."""
 
 OWN_FILE = torch.nn.Module.__init__.__code__.co_filename
 """The file of `torch.nn.Module`, which reads `__dict__` only for parameters, buffers and modules."""

@@ -1,7 +1,8 @@
 """Attributes of modules, other than buffers, that a call of the model changes.
 
-A program of torch.export does not change them: a counter stays the same, and a tensor for the next call is that of the export.  The
-attributes are compared before and after calls with the same inputs.  An attribute that the second call changes too is not a cache.
+A program of torch.export does not change them: a counter stays the same, and a tensor that is kept for the next call is that of the
+export.  The attributes are compared before and after calls with the same inputs.  An attribute that the second call changes too is
+not a cache.
 """
 
 from __future__ import annotations

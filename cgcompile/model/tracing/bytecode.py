@@ -25,8 +25,9 @@ APPENDS = ("LIST_APPEND", "SET_ADD", "MAP_ADD")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """`live`: the local variables that may be read after the instruction.  `hidden`: the stack has other values than its operands,
-    iterators of enclosing loops, and loaded local variables.  `tests`: the instruction tests a truth value."""
+    """`live`: the local variables that may be read after the instruction.  `hidden`: the stack has other values than the
+    instruction's operands, iterators of enclosing loops, and loaded local variables.  `tests`: the instruction tests a truth
+    value."""
 
     live: frozenset[str]
     hidden: bool

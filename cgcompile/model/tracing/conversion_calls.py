@@ -1,4 +1,5 @@
-"""Replaces `int()`, `float()` and `math.isnan()` for numbers that are read from tensors on one path, and `len()` for rows.
+"""Replaces `int()`, `float()` and `math.isnan()` for numbers that one path reads from tensors, and `len()` of tensors with a
+variable number of rows.
 
 `int(tensor)` returns a plain number, whatever `tensor.__int__` returns, and so does `len(tensor)`.  So these names are replaced in
 the model's modules while a path is traced, and while it runs again with forced answers.  The replacements keep numbers that depend
@@ -119,7 +120,7 @@ def _calls_of(file: str, modified: int) -> frozenset[str]:
     source = Path(file).read_bytes()
     names = {name.decode() for name in re.findall(rb"\b(int|float)\(", source)}
     if not names:
-        return frozenset()  # most modules; parsing the other 38 of transformers takes 1 s per process
+        return frozenset()  # most modules; parsing the other 38 modules of transformers takes 1 s per process
     nodes = list(ast.walk(ast.parse(source)))
     allowed: set[int] = set()
     for node in nodes:

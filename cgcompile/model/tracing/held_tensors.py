@@ -37,7 +37,7 @@ class Held:
 
 
 def held_tensors(model: torch.nn.Module) -> tuple[Held, ...]:
-    """Returns all places of such tensors, each place once."""
+    """Returns all places of tensors in attributes, and in objects, lists and dicts there, each place once."""
     seen: set[int] = set()
     slots: list[Held] = []
     for module in model.modules():
@@ -127,7 +127,7 @@ def make_attribute(model: torch.nn.Module, name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """A place that holds a buffer: the buffer `leaf` of `owner`."""
+    """A place in an object, `held`, with a tensor that is also the buffer `leaf` of the module `owner`."""
 
     held: Held
     owner: torch.nn.Module

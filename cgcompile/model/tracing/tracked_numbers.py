@@ -13,7 +13,7 @@ ARITHMETIC = (
 )  # fmt: skip
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 CONVERTED = "converted"
-"""The name of the method that converts such a number to an int or a float."""
+"""The name of the method that converts a tracked number to an int or a float."""
 
 LOGIC = ("and", "rand", "or", "ror")
 

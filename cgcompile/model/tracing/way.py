@@ -54,8 +54,8 @@ class TracedWay:
 
     `asks` are all answers in order, also for known values and repeated questions.  `reads` says of every number that Python read
     whether it depends on data.  `sizes` has an entry per read of a tensor's sizes: an expression for each size that depends on
-    data, else None.  A ForcedWay takes the same path with them.  `raised` is the model's exception, `result` the tree of its
-    outputs, and `changed` are attributes that the call changed.
+    data, else None.  A ForcedWay takes the same path with these three lists.  `raised` is the model's exception, `result` the tree
+    of its outputs, and `changed` are attributes that the call changed.
     """
 
     def __init__(self, forced: Sequence[bool], preferred: Mapping[Spot, bool], limit: int) -> None:

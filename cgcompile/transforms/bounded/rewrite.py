@@ -30,7 +30,8 @@ from ...export.torch_program import copied_graph, with_graph
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounded:
-    """`program`: the model with counts after its results.  `axes`: (output, axis, position of its count) of every padded axis."""
+    """`program`: the model, which returns the true sizes (*counts*) after its results.  `axes`: (output, axis, position of its
+    count) of every padded axis."""
 
     program: ExportedProgram
     axes: tuple[tuple[int, int, int], ...]
@@ -38,7 +39,7 @@ class Bounded:
 
 def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
     """Returns the program with bounds, or None if no output has a data-dependent size.  Weights are shared, not copied.
-    `told_gpu`: as in Interpreter.
+    `told_gpu`: the bundle is for a GPU.
 
     Raises Unsupported if the program writes to a tensor, or if a size depends on an operation that may mix rows.
     """
@@ -93,7 +94,8 @@ def _inserted(
 ) -> tuple[dict[Node, Node], list[Node], dict[Node, dict[int, int]], Counts]:
     """Adds the padded operations after the last node of `region`.
 
-    Returns the replacement of each of `outputs`; the nodes of the counts; by output and axis, the number of its count; `Counts`."""
+    Returns the nodes that replace `outputs`; the nodes of the counts; for each output, its axes with the numbers of their counts;
+    `Counts`."""
     inputs = taken_by(region)
     sizes = list(dict.fromkeys([expr for node in outputs for expr in node_axes(node).values()]))
     known_counts = Counts()

@@ -234,8 +234,8 @@ class _Writer:
         return "tl.sum(q.to(tl.float32)[None, :] * k, 1)"
 
     def matrix(self, name: str, product: Product, axes: tuple[int, int], width: int) -> None:
-        """Adds lines that read a matrix (positions, `width`), and store new values in it.  `axes`: its axes in the product's
-        matrix."""
+        """Adds lines that read a matrix (positions, `width`), and store new values in it.  `axes`: the axes of positions and of
+        columns in the product's matrix."""
         place, length, column = _placed(product.matrix), self.mixed.length, f"{name}_column"
         write = write_into(place)
         memory = place if write is None else on(place, write.cache)

@@ -26,7 +26,6 @@ TEXTS = {
     "maximum": "tl.maximum({}, {}, tl.PropagateNan.ALL)", "minimum": "tl.minimum({}, {}, tl.PropagateNan.ALL)",
     "where": "tl.where({}, {}, {})",
 }  # fmt: skip
-"""Triton expressions of elementwise operations."""
 
 ROUNDED = ("add", "sub", "mul", "div", "exp")
 

@@ -37,7 +37,8 @@ class Place:
 
 def place_of(node: Node) -> Place | None:
     """Returns the place of a value in the operand of its views and conversions to float32.  Returns None if strides cannot describe
-    it.  The place may have more axes than the value before the last two: heads that share a key are expanded in a separate axis."""
+    it.  Before its last two axes, the place may have more axes than the value: heads that share a key are expanded in a separate
+    axis."""
     chain: list[Node] = []
     base = node
     while _keeps_elements(base):

@@ -18,7 +18,7 @@ from .places import place_of
 from .products import SUM, one_product
 
 MARK = "cgcompile_product_of_one_row"
-"""The metadata key of such a product.  The value is its length and its columns."""
+"""The metadata key of a product of one row.  The value is its length and its columns."""
 
 SHORTEST, LONGEST = 256, 16384
 """The least and the most elements of a row for which blocks are chosen.  A longer row does not fit the registers of one program."""
@@ -62,7 +62,7 @@ class RowBlocks(InductorChoices):
 
 
 def _config(features: Any) -> tuple[int, int] | None:
-    """Returns the columns and warps of a program for a kernel with such a product, or None."""
+    """Returns the columns and warps of a program for a kernel with a marked product, or None."""
     reductions = features.reduction_nodes()
     marks = {origin.meta[MARK] for node in reductions for origin in node.node.get_origins() if MARK in origin.meta}
     for length, columns in marks:

@@ -24,7 +24,7 @@ ASK = (
 """PTX of sm_90 and later.  One thread executes it, and nothing waits for it."""
 
 LONGEST = 1 << 20
-"""The most elements of a row."""
+"""The most elements of a row of a product whose weight is prefetched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ def weights_ahead(node: Node) -> tuple[Ahead, ...]:
 
 def lines_of(names: Sequence[str], weights: Sequence[Ahead], dtype: str) -> list[str]:
     """Returns lines for the programs that prefetch; `part` is a program's number, from 0.  A store, which never runs, keeps the
-    compiler from removing them."""
+    compiler from removing these lines."""
     lines = []
     text = ASK.format(bytes=CHUNK)
     for name, weight in zip(names, weights, strict=True):

@@ -36,7 +36,8 @@ class RunSelection:
 
 
 class GuidedRun(TorchDispatchMode):
-    """A dispatch mode that runs operators in eager PyTorch, and uses the `wanted` indices of selections that are as good.
+    """A dispatch mode that runs operators in eager PyTorch, and uses `wanted` indices if they are as good as eager PyTorch's
+    (selections.py).
 
     `floor`: the smallest bound of computed floats.  `explore`: whether to collect alternatives.  `ties`: whether to check if there
     are any.  The mode runs the bodies of branches and loops itself, so that it sees their operators.

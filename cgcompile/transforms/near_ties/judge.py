@@ -26,7 +26,8 @@ TRIES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """The results of calls: the outputs of each, in order, and what is compared after the last, as in `self_test_tensors`."""
+    """The results of calls: the outputs of each call, in order, and the tensors that are compared after the last call, as in
+    `self_test_tensors`."""
 
     calls: tuple[tuple[Tensor, ...], ...]
     compared: tuple[Tensor, ...]
@@ -43,7 +44,8 @@ class Verdict:
 
 
 Run = Callable[[], Seen]
-"""Runs the calls in eager PyTorch from the initial state.  The state is not reset when it returns, so results can be state."""
+"""Runs the calls in eager PyTorch from the initial state.  It does not reset the state at its end, so results can be tensors of the
+state."""
 
 
 def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0) -> Verdict | None:
@@ -82,8 +84,8 @@ def near_ties(run: Run, floor: float = 0.0) -> tuple[float, ...]:
 def judged_beside(
     run: Run, expected: Sequence[Tensor], got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
 ) -> Verdict | None:
-    """Runs `judged` on the exported program.  `expected`: results of the user's model.  Also returns None if these do not agree
-    with `run`."""
+    """Runs `judged` on the exported program.  `expected`: results of the user's model.  Also returns None if they do not agree with
+    the results of `run`."""
     last = got.compared[: len(got.calls[-1])]
     model = Seen(calls=(tuple(expected[: len(last)]),), compared=tuple(expected))
     return judged(run, got, bounds, floor) if judged(run, model, bounds, floor) else None

@@ -27,7 +27,7 @@ FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 class Known:
     """The information about a storage.  `error`: the largest bound of the floating dtypes that computed its values.  `origins`,
     int64 (3, elements): the number of the selected index, its factor, and the number of the comparison that decided about the
-    element; -1 for none.  None if no element has an origin."""
+    element; -1 for none.  `origins` is None if no element has an origin."""
 
     __slots__ = ("error", "origins", "storage")
 

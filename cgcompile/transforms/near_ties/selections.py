@@ -47,7 +47,8 @@ class Selection(Protocol):
         """Reshapes a number for each index, (rows, ranks), to the shape of the operator's indices."""
 
     def rows(self, values: Tensor) -> Tensor | None:
-        """Reshapes a tensor of the operand's shape to (rows, n).  Returns None if the floats are no operand."""
+        """Reshapes a tensor of the operand's shape to (rows, n).  Returns None if the operator does not select from rows of an
+        operand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ INDEXING = ("index", "gather", "embedding", "scatter", "take", "select", "put", 
 """Parts of the names of operators that use integers as indices."""
 
 ORDERING = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "median", "nanmedian", "kthvalue", "mode"})
-"""Operators that may choose any of several equal elements.  So no trial sets all elements of the call to zero."""
+"""Operators that may choose any of several equal elements.  So their trials do not set all elements of the call to zero."""
 
 LARGE = 2**16
 """From this number of elements on, an operator that is known to keep rows separate is not tried.  One that only moves
@@ -80,7 +80,8 @@ def _variations(
 
 
 def _indexes(call: PaddedCall) -> bool:
-    """Whether integers among the arguments may be indices: by the operator's name, or because of other dtypes or bodies."""
+    """Whether integers among the arguments may be indices: the operator's name has a part in INDEXING, or it also takes other
+    dtypes or bodies."""
     dtypes = [value.short.dtype for value in call.values if isinstance(value.short, torch.Tensor)]
     integers = [not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool) for dtype in dtypes]
     bodies = any(isinstance(leaf, Body) for leaf in tree_leaves(call.short))

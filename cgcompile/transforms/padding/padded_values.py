@@ -23,8 +23,8 @@ class Variation:
 
     `sign`: the call's elements become lower than all padded ones (-1), higher (1), or zeros (0), so that a sum shows every padded
     addend.  `mixed`: random numbers instead of zeros.  `indices`: integers may be indices into another tensor, and stay in their
-    range.  `entrywise`: the operator does not combine elements, so values of any magnitude are tried, also `literal`: only values
-    above a threshold show the threshold, and only values equal to `literal` show a comparison with it.
+    range.  `entrywise`: the operator does not combine elements, so values of any magnitude are tried, also `literal`.  Only values
+    above a threshold show the threshold.  Only values equal to `literal` show a comparison with it.
     """
 
     sign: int
@@ -50,7 +50,7 @@ Attention over the tried values reaches 2**8 (measured for float32)."""
 
 
 DRAWN = 262_139
-"""The most random numbers that are drawn; larger tensors repeat them.  A prime, so that no axis has the same period."""
+"""The most random numbers that are drawn; larger tensors repeat them.  The number is prime, so that no axis has the same period."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -83,7 +83,7 @@ def _proved(
 
 
 def unpadded(source: Source, prepared: Prepared) -> str:
-    """Returns the reason why no call of the entry may be padded, which needs no trial, or ""."""
+    """Returns the reason why no call of the entry may be padded, if it is known without a trial, else ""."""
     if prepared.written:
         return f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
     if prepared.generator:
@@ -119,7 +119,7 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
             pad = "zeros"
         if problem:
             sentence = f"{problem} where a trial with {name}={trial.short} was padded with zeros to {trial.long}"
-            why = _first(two_sizes(source, prepared, sizes, name, lookup), fixed=True)  # a trial does not name an operator
+            why = _first(two_sizes(source, prepared, sizes, name, lookup), fixed=True)  # a trial shows no operator
             return _Padding("no", f"{why}; {sentence}" if why else sentence, why)
     compared = two_sizes(source, prepared, sizes, name, lookup)
     if not compared:

@@ -33,8 +33,8 @@ SEED = 0
 """The seed of the values with which operators are tried, so that every build gets the same result."""
 
 SMALL = 8
-"""The largest size in trials of a program for all sizes, if the model accepts such sizes.  It computes the same at all sizes, and
-large ones are slow."""
+"""The largest size in trials of a program for all sizes, if the model accepts such sizes.  Such a program computes the same at all
+sizes, and large sizes are slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def two_sizes(
 ) -> tuple[TwoSizes, ...]:
     """Returns comparisons for the dimension `name`, with other dimensions at their smallest sizes.  `lookup`: `functional`, cached.
 
-    If each int_key has its own program, this is compared with the program of the next size.  If there is only one size, its program
-    is compared with one that is exported at another size.  Returns () if the operators differ.
+    If each int_key has its own program, the program of each size is compared with that of the next size.  If there is only one
+    size, the model is exported at another size too.  Returns () if the operators differ.
     """
     values = sizes[name]
     others = {other: other_sizes[0] for other, other_sizes in sizes.items()}

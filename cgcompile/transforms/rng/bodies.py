@@ -15,7 +15,7 @@ from .philox import MASK
 
 MIXED = 0x9E3779B1
 """The factor of the word of an outer loop's iteration (an odd number near 2^32 over the golden ratio).  Iterations of two nested
-loops have different words if both loops have fewer than 2^15."""
+loops have different words if both loops have fewer than 2^15 iterations."""
 
 
 class Body(NamedTuple):

@@ -48,7 +48,7 @@ class Stream:
     numbers: Iterator[int]
 
     def block(self, like: Tensor) -> Words:
-        """Returns four words per element of a tensor with this shape, device and memory order."""
+        """Returns four words for each element of `like`, on its device and in its memory order."""
         element = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
         words: Words = BLOCK(_in_order_of(element, like), self.shared, next(self.numbers))
         return words

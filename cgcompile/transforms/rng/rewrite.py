@@ -45,7 +45,8 @@ def supported() -> frozenset[torch._ops.OpOverload]:
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, unless `_off`."""
+    """Whether a node draws random numbers: it is attention or tagged `nondeterministic_seeded`, and its arguments do not switch it
+    off."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op == "call_function" and (tagged or node.target is aten.scaled_dot_product_attention.default) and not _off(node)
 
