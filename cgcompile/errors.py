@@ -101,7 +101,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "index the rows, x[index] and x[index] = rows; or remove the buffer from state(): then the model sets its size"),
     "operator-without-code": Cause(ModelError, 1, "A custom operator needs Python at run time, which a bundle does not have.",
         "write it with torch.library.custom_op and PyTorch's operations, or remove it from the model"),
-    "fallback-op-unknown": Cause(BuildError, 2, "The model does not call an operator of --fallback-op.",
+    "fallback-op-unknown": Cause(BuildError, 2, "--fallback-op names an operator that the model does not call.",
         "`cgcompile check` lists the operators of every region; write aten.topk or mylib::op"),
     # --- a log of request sizes ---
     "request-log-missing": Cause(BuildError, 2, "The log of request sizes does not exist.",
@@ -206,7 +206,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "parameters-unreadable": Cause(BuildError, 1, "The layout of a kernel's parameters is missing or unknown.", OTHER_KERNELS),
     # --- capture: images ---
     "image-unseen": Cause(BuildError, 1,
-        "The recorder did not see the image of a kernel's module, or several images have the symbol.", OTHER_KERNELS),
+        "The recorder did not see the image of a kernel's module, or several images define its symbol.", OTHER_KERNELS),
     "image-format": Cause(BuildError, 1, "A kernel image is damaged, or is not a cubin ELF file.", OTHER_KERNELS),
     "loader-unknown": Cause(BuildError, 1, "An unknown driver call loaded an image, so the module of the image is unknown.",
         "please report the name of the driver call"),
@@ -283,9 +283,10 @@ CATALOGUE: Mapping[str, Cause] = {
     "lifetime-broken": Cause(BuildError, 1, "A buffer is used outside its lifetime, or allocated twice.", DEFECT),
     "arena-overlap": Cause(BuildError, 1,
         "The memory plan is wrong: two buffers that are in use at the same time overlap in the arena.", DEFECT),
-    "place-invalid": Cause(BuildError, 1, "A buffer has no address in its memory, or one that is not aligned or out of range.",
+    "place-invalid": Cause(BuildError, 1, "A buffer has no address in its memory, or its address is not aligned or out of range.",
         DEFECT),
-    "parameter-mismatch": Cause(BuildError, 1, "An argument does not match its parameter in size, type, number or alignment.",
+    "parameter-mismatch": Cause(BuildError, 1, "The arguments of a kernel do not match its parameters in number, size, type or alignment.",
+       
         DEFECT),
     "order-broken": Cause(BuildError, 1, "The rows of a recording are not in an order that its edges allow.", DEFECT),
     # --- offline: interpreting ---

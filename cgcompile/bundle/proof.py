@@ -105,7 +105,9 @@ def replay(
         if "error" in answer:
             raise BuildError("proof-failed", f"the fresh process refused the bundle: {answer['error']}", answer["hint"])
         if answer["torch_imported"]:
-            raise BuildError("proof-failed", "the fresh process imported torch, so this does not verify serving without torch")
+            raise BuildError(
+                "proof-failed", "the fresh process imported torch, so its replay does not show that the bundle works without torch"
+            )
         rows: list[dict[str, Any]] = answer["results"]
         for row in answer.get("donations", ()):
             if not row["passed"]:

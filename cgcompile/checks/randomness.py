@@ -26,7 +26,7 @@ def with_moved_draws(findings: Sequence[Finding], placed: Collection[str], progr
     moved = {node.name for node in program.graph.nodes if is_conditional(node) and node.name in placed}
     return tuple(
         [
-            replace(finding, severity=REFUSE, effect=INSIDE, fix="draw before it, or pass the random tensor as an input")
+            replace(finding, severity=REFUSE, effect=INSIDE, fix="draw the numbers before it, or pass them as an input")
             if finding.rule == "random-operation" and finding.severity == NOTE and finding.node in moved
             else finding
             for finding in findings
@@ -51,7 +51,8 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
     if len(saved) + draws(context.program) > 1:
         yield finding(
             "random-operation", REFUSE, "the model draws random numbers, and calls a saved program that also draws them", None,
-            "a bundle has one generator, so the other would have no seed", "build from the model that was saved",
+            "a bundle has one generator, so the generator of the saved program would have no seed",
+            "build from the model that was saved",
         )  # fmt: skip
     rewritten = set(drawn(context.program.graph_module))
     for node, top in context.calls():

@@ -85,7 +85,9 @@ def contexts(value: Any, path: str) -> list[Any]:
     if not isinstance(value, tuple | list) and (parts := fields_of(value)):
         if parts.obstacle:
             raise _unsupported(
-                path, f"{parts.obstacle}: it can be an output, but no input", "give its tensors as inputs, and make it in forward()"
+                path,
+                f"{parts.obstacle}: it can be an output, but no input",
+                "pass its tensors as inputs, and create it in forward()",
             )
         inner = [
             context for name, item in zip(parts.names, parts.values, strict=True) for context in contexts(item, join(path, name))

@@ -72,7 +72,10 @@ def _proved(
         pad, reason, not_chunked, compared = _prove_pad(source, prepared, sizes, name, lookup)
         chunk, chunk_reason = (False, reason) if pad != "rows" else _prove_chunk(source, prepared, sizes, name, compared)
         if shared := _partial(prepared, "outputs"):
-            chunk, chunk_reason = False, f"output {shared!r} is a part of another output, and parts of a call are joined one by one"
+            chunk, chunk_reason = (
+                False,
+                f"output {shared!r} is a part of another output, and the outputs of chunks are joined one by one",
+            )
         shown = reason if pad == "no" or chunk else chunk_reason
         proved.append(
             Dimension(
@@ -87,7 +90,7 @@ def unpadded(source: Source, prepared: Prepared) -> str:
     if prepared.written:
         return f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
     if prepared.generator:
-        return f"{source.entry}() draws random numbers, and others for other sizes"
+        return f"{source.entry}() draws random numbers, and other numbers for other sizes"
     if prepared.changes:
         return f"{source.entry}() writes to its buffer {prepared.changes[0].removeprefix(PREFIX)!r}"
     if rows := prepared.signature.data_sizes:

@@ -39,7 +39,7 @@ def decide(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda x: x + torch.rand_like(x), "batch never padded: forward() draws random numbers, and others for other sizes"),
+        (lambda x: x + torch.rand_like(x), "batch never padded: forward() draws random numbers, and other numbers for other sizes"),
         (lambda x: x - x.mean(0), "batch never padded"),
         (lambda x: x * 2, "batch padded"),
     ],
