@@ -285,9 +285,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "The memory plan is wrong: two buffers that are in use at the same time overlap in the arena.", DEFECT),
     "place-invalid": Cause(BuildError, 1, "A buffer has no address in its memory, or its address is not aligned or out of range.",
         DEFECT),
-    "parameter-mismatch": Cause(BuildError, 1, "The arguments of a kernel do not match its parameters in number, size, type or alignment.",
-       
-        DEFECT),
+    "parameter-mismatch": Cause(BuildError, 1,
+        "The arguments of a kernel do not match its parameters in number, size, type or alignment.", DEFECT),
     "order-broken": Cause(BuildError, 1, "The rows of a recording are not in an order that its edges allow.", DEFECT),
     # --- offline: interpreting ---
     "function-not-interpretable": Cause(BuildError, 1, "A kernel uses a function that the interpreter does not support on the CPU.",
