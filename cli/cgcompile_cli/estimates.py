@@ -1,4 +1,5 @@
-"""Estimates the remaining time of a build from the stage times of an earlier build: same program, or else same target."""
+"""Estimates the remaining time of a build from the stage times of an earlier build: of the same program, or else for the same
+target."""
 
 from __future__ import annotations
 

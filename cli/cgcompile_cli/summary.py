@@ -172,7 +172,7 @@ def returned(entry: EntrySpec) -> list[tuple[TensorSpec, str]]:
 
 def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str, str, str, str]]:
     """Returns (in or out, name, dtype, shape, remark) of every input and output, and (in, name, type, value, remark) of the
-    constants.  If there are no inputs or no outputs, they have a row `none`.  The remark is `(updated by the call)`, `(indices
+    constants.  If an entry has no inputs or no outputs, a row says `none`.  The remark is `(updated by the call)`, `(indices
     0..99)`, `(shares memory with input x)`, how a constant is passed, or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, entry, alias)})" for alias in entry.aliases}
     indices = {i: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for i, spec in enumerate(entry.inputs) if spec.range}
@@ -298,7 +298,8 @@ def stateful(manifest: Manifest) -> list[Weight]:
 
 
 def state(manifest: Manifest) -> list[str]:
-    """Returns `2 buffers that calls change, 1.2 MiB in every session` and a line for the first ones; [] without state."""
+    """Returns `2 buffers that calls change, 1.2 MiB in every session`, and a line for each of the first buffers; [] without
+    state."""
     hidden = {manifest.random, *[dimension.count for dimension in manifest.state_dimensions]}
     buffers = [weight for index, weight in enumerate(manifest.weights) if weight.memory == "state" and index not in hidden]
     total = sum(nbytes(weight.dtype, weight.shape) for weight in buffers)
