@@ -16,8 +16,9 @@ ALL = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """Constraints of a body in addition to a grammar.  `biases`: added to the logits of tokens; `presence` and `frequency`:
-    subtracted for a token that occurs in the answer, and for each occurrence; `least`: minimum tokens of the answer."""
+    """Restrictions of a request's body in addition to a grammar.  `biases`: added to the logits of tokens; `presence`: subtracted
+    from the logit of a token that occurs in the answer; `frequency`: subtracted for each occurrence; `least`: minimum tokens of the
+    answer."""
 
     biases: Mapping[int, float] = field(default_factory=dict)
     presence: float = 0.0
