@@ -38,7 +38,7 @@ class Network(nn.Module):
         self.register_buffer("up", torch.zeros(LAYERS, SLOTS, WIDTH, RANK), persistent=False)
 
     def forward(self, x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """Adds the product with a row's adapter to the product with the weight, in every layer."""
+        """Adds the product of each row's adapter to the product of every layer."""
         for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
             added = (x @ down[slot].transpose(1, 2)) @ up[slot].transpose(1, 2)
             x = x + F.gelu(layer(x) + added)

@@ -38,7 +38,6 @@ def hash_of(name: str) -> int:
 
 
 def summed(partial: torch.Tensor, world: int) -> torch.Tensor:
-    """Returns the sum over all ranks."""
     return collectives.all_reduce(partial, "sum", dist.group.WORLD) if world > 1 else partial
 
 

@@ -78,7 +78,6 @@ class TritonPythonModel:
         return responses
 
     def finalize(self) -> None:
-        """Frees the memory."""
         self.program.close()
 
     def _answers(self, requests: list[list[Any]]) -> list[Any]:

@@ -165,8 +165,8 @@ class Application:
         self.counters.languages.requests.labels("", path, str(code)).inc()
 
     def _on_event(self, event: Event) -> None:
-        """Logs and counts an event.  Ends an `essential` server if a bundle is refused and no version serves.  In a text log this
-        event is left out, because the command prints the same error."""
+        """Logs and counts an event.  Ends an `essential` server if a bundle is refused and no version serves.  A text log omits
+        this event: the command prints the same error."""
         final = event["event"] == "refused" and self._essential and not any(self.repository.serving())
         if not final or self._settings.log != "text":
             self._tell(event)

@@ -46,7 +46,6 @@ class Estimate:
             self._earlier = record.stages if record is not None else ()
 
     def done(self, stage: str, seconds: float) -> None:
-        """Records a finished stage."""
         self._done.append((stage, seconds))
 
     def left(self, stage: str, seconds: float) -> Left | None:

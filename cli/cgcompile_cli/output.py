@@ -149,7 +149,7 @@ def record(fields: Iterable[Field]) -> Table:
 
 
 def shortened(rows: Sequence[Any], limit: int = SHOWN) -> tuple[Sequence[Any], int]:
-    """Returns the rows to show, and the number of hidden rows, which is never 1: a single row more is shown, too."""
+    """Returns the rows to show, and the number of hidden rows, which is never 1."""
     return (rows, 0) if len(rows) <= limit + 1 else (rows[:limit], len(rows) - limit)
 
 

@@ -90,8 +90,8 @@ def spent() -> Spent:
 
 
 class Progress:
-    """Prints a line for every finished stage of a build, and with `verbose` also for details of stages.  On a terminal the running
-    stage has a live line until `stack` is closed, with a bar if `estimate` has the times of an earlier build."""
+    """Prints a line for every finished stage of a build, with `verbose` also for details.  On a terminal the running stage has a
+    live line until `stack` is closed, with a bar if `estimate` knows an earlier build."""
 
     def __init__(self, stack: ExitStack, verbose: bool = False, estimate: Estimate | None = None) -> None:
         self._stack, self._verbose, self._estimate = stack, verbose, estimate

@@ -83,11 +83,10 @@ class RequestQueue:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting requests."""
         return self._count
 
     def pause(self, calls: int) -> int:
-        """Estimates the seconds for the calls of all waiting requests and `calls` more calls; at least 1."""
+        """Estimates the seconds for all waiting requests and `calls` more calls; at least 1."""
         waiting_calls = max(len(self._queues), math.ceil(self._rows / self._largest))
         return max(1, math.ceil((waiting_calls + calls) * self._pace / self._calls))
 
@@ -161,8 +160,8 @@ class RequestQueue:
         return batch
 
     async def _answers(self, batch: Sequence[Waiting]) -> list[Any]:
-        """Returns an answer or an exception for each request.  Requests of a failed batch are retried one by one, so that an
-        invalid request fails alone."""
+        """Returns an answer or an exception for each request.  Retries a failed batch one by one: an invalid request fails
+        alone."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         future = loop.run_in_executor(self._thread, self._call, [waiting.item for waiting in batch])
@@ -177,8 +176,8 @@ class RequestQueue:
         return [error] if len(batch) == 1 else [answer for failed in batch for answer in await self._answers([failed])]
 
     async def _next_group(self) -> Hashable | None:
-        """Waits until a group is full or has waited long enough, and returns it.  If there are several, returns the group with the
-        oldest request.  Returns None when the queue is closed and empty."""
+        """Waits for groups that are full or due, and returns the group with the oldest request.  Returns None when the queue is
+        closed and empty."""
         loop = asyncio.get_running_loop()
         while True:
             self._arrived.clear()

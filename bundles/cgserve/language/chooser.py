@@ -1,5 +1,5 @@
-"""Chooses tokens of lanes with rules.  A thread computes their masks while a call computes their logits.  Then the entry `choose`
-selects tokens by masks and logits."""
+"""Chooses tokens of lanes with rules, by the entry `choose`.  A thread computes the masks while another call computes the
+logits."""
 
 from __future__ import annotations
 

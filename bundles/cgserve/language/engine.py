@@ -147,7 +147,6 @@ class Engine:
 
     @property
     def open_requests(self) -> int:
-        """The number of open requests."""
         return len(self._streams)
 
     async def __aenter__(self) -> Engine:

@@ -34,7 +34,6 @@ class Engines:
 
     @property
     def open_requests(self) -> int:
-        """The number of open requests."""
         return sum(engine.open_requests for engine in self._engines)
 
     @property

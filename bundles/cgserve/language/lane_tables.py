@@ -95,6 +95,5 @@ def sampling_columns(rows: int) -> dict[str, Column]:
 
 
 def write_sampling(columns: Mapping[str, Column], row: int, sampling: Sampling) -> None:
-    """Writes a lane's sampling to a row."""
     for name, column in columns.items():
         column.numbers[row] = getattr(sampling, name)

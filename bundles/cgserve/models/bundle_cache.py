@@ -19,11 +19,11 @@ from .version import Identity, Version, Watch
 
 
 class BundleCache:
-    """Keeps at most `limit` bytes of loaded bundles, and evicts the least recently used.  The bytes are those of the manifests.
-    Checks the folder every `poll` seconds while requests arrive.
+    """Keeps at most `limit` bytes of loaded bundles, as their manifests say, and evicts the least recently used.  Checks the folder
+    every `poll` seconds while requests arrive.
 
-    A new model evicts other models only after it was loaded and tested, or if it was refused only for lack of memory.  The error of
-    a refused model is kept until its files change."""
+    A model evicts other models only after it was loaded and tested, or if it was refused for lack of memory.  The error of a
+    refused model is kept until its files change."""
 
     def __init__(self, folder: str | Path, limit: int, options: Options, poll: float, tell: Tell = json_log) -> None:
         self._folder, self._limit, self._options, self._poll, self._tell = Path(folder), limit, options, poll, tell

@@ -58,9 +58,8 @@ class Version:
     """A version that serves from `open` until `close`, which first answers accepted requests.  Calls run in its own threads, one
     for each copy.
 
-    `entries`: those that the Open Inference Protocol serves, by name; `not_served`: why other entries are not served; `language`:
-    the language model, or None; `text`: the embedding model, reranker or classifier, or None; `words`: the tokenizer of `language`
-    or `text`, or None.
+    `entries`: those that the Open Inference Protocol serves, by name; `not_served`: the reasons for other entries; `language`: the
+    language model, or None; `text`: the embedding model, reranker or classifier, or None; `words`: the tokenizer, or None.
     """
 
     def __init__(self, model: str, number: int, identity: Identity) -> None:
@@ -124,8 +123,8 @@ class Version:
             self.text = TextModel(self.model, language, entry.ports, self.answer, *limits)
 
     async def answer(self, tensors: Sequence[TensorData], seconds: float, entry: str = "") -> list[TensorData]:
-        """Returns the outputs of an entry, by default the only one, for one request's tensors, within `seconds` (0 means
-        `Options.seconds`).  Raises the errors of TensorEntry.answer."""
+        """Returns the outputs of an entry, by default the only one, for a request's tensors, within `seconds` (0:
+        `Options.seconds`).  Raises as TensorEntry.answer."""
         allowed = min(seconds or self._options.seconds, self._options.seconds)
         try:
             return await self.entries[entry or self.model].answer(tensors, allowed)
@@ -136,7 +135,6 @@ class Version:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names under which the version serves."""
         return tuple(self.entries) or (self.model,)
 
     @property

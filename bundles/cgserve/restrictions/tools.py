@@ -48,7 +48,6 @@ class Toolbox:
 
     @property
     def forced(self) -> bool:
-        """Whether the answer must be a call."""
         return self.choice == "required"
 
 

@@ -31,7 +31,7 @@ CODES = {
 """gRPC status by HTTP status."""
 
 TOGETHER = 1024
-"""Maximum concurrent calls.  gRPC refuses more calls with RESOURCE_EXHAUSTED."""
+"""Maximum concurrent calls; gRPC refuses more with RESOURCE_EXHAUSTED."""
 
 OPEN = {"ServerLive", "ServerReady"}
 """Methods that need no key, as over HTTP.  Their empty message is not read."""

@@ -123,7 +123,7 @@ class Inference:
         return rows
 
     async def load(self, name: str) -> None:
-        """Checks for new versions now.  Raises Refusal if no version of the model serves afterwards."""
+        """Checks for new versions now.  Raises Refusal if then no version of the model serves."""
         await self._repository.refresh()
         self.find(name, None)
 
@@ -182,7 +182,6 @@ class Inference:
 
 
 def _model_and_version(request: Request) -> tuple[str, str | None]:
-    """Returns the model and the version in a path."""
     return request.path_params["model"], request.path_params.get("version")
 
 
@@ -216,7 +215,6 @@ class Served:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
         return sum(len(tensor.data) for tensor in self.tensors)
 
 
@@ -256,7 +254,7 @@ async def answered(
 
 
 SMALL = 64 << 10
-"""Maximum bytes that are converted in the event loop.  More bytes would block other requests, and are converted in a thread."""
+"""Maximum bytes that are converted in the event loop; a thread converts more, so that other requests are not blocked."""
 
 BESIDE = ThreadPoolExecutor(1, "json")
 """One thread, because the parser holds the GIL, and several threads would block the event loop in turns."""

@@ -23,12 +23,10 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """The count of free numbers."""
         return len(self._free)
 
     @property
     def taken(self) -> int:
-        """The count of allocated numbers."""
         return len(self._taken)
 
     def take(self, count: int) -> list[int]:
@@ -124,7 +122,7 @@ class Pages:
 
     def begin(self, front: int, tokens: Sequence[int], page: int) -> tuple[int, Beginning | None]:
         """Registers that a call will write `tokens` to a page.  Returns the number of the beginning, and the `Beginning` to pass to
-        `written` or `forget`.  The `Beginning` is None if another page contains it."""
+        `written` or `forget`, or None if another page contains it."""
         known = front, tuple(tokens)
         if known in self._beginnings:
             return self._beginnings[known].number, None

@@ -20,13 +20,13 @@ class Limits:
     """The sizes that a bundle was built for.
 
     `page`: tokens in a page; `pages`, `slots`: their counts including number 0, which is never allocated; `blocks`: maximum pages
-    of a lane; `readers`: the recorded numbers of lanes of a prefill call, ascending; `chunk`: maximum tokens of each of its lanes;
+    of a lane; `readers`: the recorded numbers of lanes of prefill calls, ascending; `chunk`: maximum tokens of such a lane;
     `lanes`: maximum lanes of a decode call; `loop_lanes` and `turns`: maximum lanes of a generate call and tokens per lane, 0 and 1
     without such a call.
 
     `several`: whether a prefill call may have consecutive lanes of one text.  `shared`: whether texts with equal beginnings may
     share pages.  `several` and `shared` are False if slots have states.  `ahead`: whether a second step may be planned before the
-    first is finished; False if the results of the first step decide whether a text must be read again.
+    first is finished; False if the first step decides whether a text must be read again.
 
     `vocabulary`: the number of tokens in a mask, 0 if calls support no restrictions.
     """
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """The sampling parameters of a request: the fields of Sampling in cgcompile/language_models/sampling.py, for one lane."""
+    """The sampling parameters of a lane: the fields of Sampling in cgcompile/language_models/sampling.py."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -143,8 +143,8 @@ class Lane(NamedTuple):
     `behind`: if it is 0 or more, the new token is the result of lane number `behind` in the previous call, and `ids` has a 0 for
     it.  `pages` grows with the request: a later step may append pages.
 
-    `rules`: the restrictions of the next token, or None; also None if the lane's result is not a token of the text.  `adapter`: the
-    place of its adapter in the bank.
+    `rules`: restrictions; None if there are none, or if the lane's result is not a token of the text.  `adapter`: the place of its
+    adapter.
     """
 
     key: Hashable

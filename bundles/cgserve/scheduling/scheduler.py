@@ -27,14 +27,14 @@ from .texts import Flight, Row, Text
 
 class Scheduler:
     """Requests over one cache.  `preempted`: how often a request gave back its pages early; `shared`: tokens that requests did not
-    read, because others had read them."""
+    read, because other requests had read them."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.pages, self.slots = Pages(limits.pages), Pool(limits.slots)
         self.preempted = self.shared = 0
         self._waiting: deque[Text] = deque()
-        self._running: list[Text] = []  # both in order of arrival; waiting requests arrived after all running ones
+        self._running: list[Text] = []  # in order of arrival, as `_waiting`; waiting requests arrived after all running requests
         self._open: dict[Hashable, Text] = {}
         self._flights: deque[Flight] = deque()
         self._prefilled = False  # whether the last step was a prefill
@@ -160,8 +160,8 @@ class Scheduler:
         return max(0, pages_for(tokens, self.limits.page) - len(text.pages))
 
     def _allocate(self, text: Text, tokens: int) -> bool:
-        """Allocates pages for `tokens` tokens of a text.  If too few are free, the requests that arrived last lose their pages.
-        Returns False if this text itself loses its pages."""
+        """Allocates pages for `tokens` tokens of a text.  If too few are free, the last requests lose their pages.  Returns False
+        if the text itself loses its pages."""
         missing = pages_for(tokens, self.limits.page) - len(text.pages)
         if missing <= 0:
             return True
@@ -241,8 +241,8 @@ class Scheduler:
         return flight if lanes else None
 
     def _shares(self, reading: Sequence[Text]) -> list[tuple[Text, int]]:
-        """Returns (text, lanes in the next prefill call) in order of arrival.  The oldest text gets half of the lanes, then the
-        shortest texts get lanes."""
+        """Returns (text, lanes of a prefill call) in order of arrival: half of the lanes for the oldest text, then for the shortest
+        texts."""
         limits, chosen = self.limits, dict[Text, int]()
         fronts = set[tuple[int, tuple[int, ...]]]()
         candidates: list[tuple[Text, int]] = []

@@ -14,9 +14,9 @@ from .requests import Lane, Request, Sampling, Step
 class Text:
     """A request's `tokens`, and the number of tokens `ahead` that running calls generate.  `slot` is 0 while the request waits.
 
-    `read`: number of tokens in its `pages` after all running calls; `goal`: the value of `read` at which its prefill calls end.
-    `length`: of the prompt, or of the text that is read again.  `row`: its last lane in the running call.  `looping`: whether that
-    call generates several tokens.
+    `read`: number of tokens in its `pages` after all running calls; `goal`: `read` after its last prefill call.  `length`: of the
+    prompt, or of the text that is read again.  `row`: its last lane in the running call.  `looping`: that call generates several
+    tokens.
 
     The pages of its first `known` tokens are registered in `Pages`; `front` is the number of that beginning, or `root`.
     """
@@ -52,8 +52,8 @@ class Text:
 
     @property
     def alone(self) -> bool:
-        """Whether the text shares no pages and has one lane per call.  A repetition penalty requires both: it needs all tokens in
-        the slot, and lanes of one call write to the slot in any order."""
+        """Whether the text shares no pages and has one lane per call: a repetition penalty needs all tokens in the slot, and lanes
+        of one call write to it in any order."""
         return self.request.sampling.penalty != 1.0
 
     def lane(self, ids: Sequence[int], start: int, most: int, behind: int = -1, *, makes: bool = True) -> Lane:

@@ -94,11 +94,10 @@ class TensorEntry:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting requests."""
         return self._queue.waiting
 
     def pause(self, calls: int) -> int:
-        """Estimates the seconds for the calls of all waiting requests and `calls` more calls; at least 1."""
+        """Estimates the seconds for all waiting requests and `calls` more calls; at least 1."""
         return self._queue.pause(calls)
 
     async def answer(self, tensors: Sequence[TensorData], seconds: float) -> list[TensorData]:

@@ -106,9 +106,9 @@ class BoundedBodies:
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's connection with a time limit.  It is closed if a request is not complete `seconds` after the connection began or
-    the request's first byte came, or if the client does not receive a response in that time.  The class reads uvicorn's attributes
-    `conn`, `flow` and `timeout_keep_alive_task` (0.30 to 0.54)."""
+    """uvicorn's connection with a time limit: it is closed if a request is not complete `seconds` after the connection or the
+    request began, or if a response is not received in that time.  Reads uvicorn's `conn`, `flow` and `timeout_keep_alive_task`
+    (0.30 to 0.54)."""
 
     def __init__(self, *arguments: Any, seconds: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -148,7 +148,7 @@ class BoundedConnection(H11Protocol):
 
     def _watch(self) -> None:
         """Starts the timer while the server waits for the client, and stops it otherwise.  uvicorn has its own timer for idle
-        connections.  A connection that is being closed also waits for the client, until it has read all remaining bytes."""
+        connections.  A closing connection waits until the client has read everything."""
         idle = self.timeout_keep_alive_task is not None
         asking = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not idle
         if not (asking or self.flow.write_paused or self.transport.is_closing()):

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Awaitable, Callable
 
 QUICK, SLOW = 1, 4
-"""Maximum concurrent receptions: of messages that began less than `PATIENCE` seconds ago, and of slower messages."""
+"""Maximum concurrent receptions: in the first `PATIENCE` seconds of a message, and later."""
 
 PATIENCE, LONGEST = 1.0, 30.0
 """Seconds until a message counts as slow, and until its reception fails."""

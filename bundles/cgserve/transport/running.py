@@ -39,7 +39,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket, scheme: str = "http") -> str:
-    """Returns the URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -78,7 +78,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
 
 
 def update(manifest: Manifest) -> list[str]:
-    """Lists the weights that `program.update` can replace, and the weights that it cannot replace, by reason."""
+    """Returns how many weights `program.update` can replace, and which it cannot replace, by reason."""
     if manifest.world:
         return ["refused: each GPU has weights of its own; build the bundle again with other ones"]
     names, frozen = updatable(manifest)

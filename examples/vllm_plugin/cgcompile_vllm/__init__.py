@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.cgcompile")
 
 
 def register() -> None:
-    """Registers the plugin.  vLLM calls this function in each of its processes, before it reads its configuration."""
+    """vLLM calls this function in each of its processes, before it reads its configuration."""
     if not os.environ.get(FOLDER):
         return
     import vllm

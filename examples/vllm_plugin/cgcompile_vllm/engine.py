@@ -32,12 +32,10 @@ class KeptGraph(torch.cuda.CUDAGraph):
         super().__init__(True)
 
     def capture_begin(self, *args: Any, **options: Any) -> None:
-        """Clears cuBLAS's workspaces first."""
         torch._C._cuda_clearCublasWorkspaces()
         super().capture_begin(*args, **options)
 
     def capture_end(self) -> None:
-        """Clears cuBLAS's workspaces afterwards."""
         super().capture_end()
         torch._C._cuda_clearCublasWorkspaces()
 

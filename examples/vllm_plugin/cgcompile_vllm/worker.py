@@ -3,7 +3,7 @@
 Replaced at run time:
 
 - `parallel_config.worker_cls`, if it is "auto" (`register`): selects this class.
-- `model_runner.capture_model` of this worker's runner: saves the graphs after the capture, or attaches graphs instead.
+- `model_runner.capture_model` of this worker's runner: saves graphs after the capture, or attaches graphs instead.
 - `torch.cuda.CUDAGraph`, while `capture_model` runs in a start that saves: vLLM does not ask torch to keep a graph's nodes.
 """
 
@@ -78,7 +78,7 @@ class GraphWorker(Worker):
         return "save"
 
     def _configuration(self) -> str:
-        """Returns the settings, as JSON, that must equal those of the start that saved the graphs."""
+        """Returns the settings that must equal those of the start that saved the graphs."""
         model, scheduler, cache = self.model_config, self.vllm_config.scheduler_config, self.cache_config
         compilation = self.vllm_config.compilation_config
         parts = {
@@ -101,7 +101,7 @@ class GraphWorker(Worker):
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
-        """Returns the bytes for the KV cache: those of the first start, unless more than SLACK bytes less are free than then."""
+        """Returns the bytes for the KV cache: those of the first start, if enough memory is free (SLACK)."""
         free = torch.cuda.mem_get_info()[0]
         record = self._record
         if record is None or not self._role or free < record.free - SLACK:
