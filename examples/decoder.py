@@ -5,7 +5,8 @@
 
 The bundle has two entries, `prefill` and `decode`, with one set of weights and one cache.  The buffers become state of a session.
 `generate.py` calls the bundle without torch.
-DECODER_DTYPE is float32 (default), bfloat16 or float16; DECODER_LAYERS (12) and DECODER_WIDTH (768, heads of 64) make it smaller.
+DECODER_DTYPE is float32 (default), bfloat16 or float16; DECODER_LAYERS (default 12) and DECODER_WIDTH (768, heads of 64) set the
+size.
 """
 
 import os

@@ -42,7 +42,7 @@ def serve(bundle: str) -> dict[str, Any]:
 
 
 def eager(_bundle: str) -> dict[str, Any]:
-    """Computes the same with eager PyTorch."""
+    """Computes the embeddings with eager PyTorch."""
     import torch
 
     network = minilm.model()

@@ -1,11 +1,11 @@
-"""LoRA adapters for one model: every row of a batch selects an adapter by its slot in a bank; slot 0 has none.
+"""LoRA adapters for one model: every row of a batch selects an adapter by its slot in a bank of adapters; slot 0 is empty.
 
     cgcompile build examples/lora.py --sizes 1,8 -o lora.cgb
 
-The bank is state, which the entry `load` writes: `program.load(slot, down, up)` is a call like the others, and needs no new
+The bank is state, which the entry `load` writes: `program.load(slot, down, up)` is a call like any other, and needs no new
 recording.  If all rows use one adapter, merge it into the weights instead: `program.update(merged(...), partial=True)`.
 
-LORA_LAYERS (4), LORA_WIDTH (256), LORA_RANK (16) and LORA_SLOTS (8) change its size; LORA_DTYPE is float32 (default),
+LORA_LAYERS (default 4), LORA_WIDTH (256), LORA_RANK (16) and LORA_SLOTS (8) set the sizes; LORA_DTYPE is float32 (default),
 bfloat16 or float16.
 """
 
@@ -38,7 +38,7 @@ class Network(nn.Module):
         self.register_buffer("up", torch.zeros(LAYERS, SLOTS, WIDTH, RANK), persistent=False)
 
     def forward(self, x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """Adds the product of each row's adapter to that of every layer."""
+        """Adds the product of each row's adapter to the product of every layer."""
         for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
             added = (x @ down[slot].transpose(1, 2)) @ up[slot].transpose(1, 2)
             x = x + F.gelu(layer(x) + added)

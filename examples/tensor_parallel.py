@@ -1,13 +1,14 @@
-"""A decoder with Llama's architecture on several GPUs, split like Megatron: two all_reduces per layer.
+"""A decoder with Llama's architecture on several GPUs, split as in Megatron-LM: two all_reduces per layer.
 
 Each rank has a share of the heads and of the hidden width; the outputs of attention and MLP are summed over all ranks.  The
-vocabulary is split too, and the scores are gathered.  Keys and values of earlier tokens are state, on each rank for its heads.
+vocabulary is split too, and the scores are gathered.  Keys and values of earlier tokens are state: each rank stores those of its
+heads.
 
     cgcompile build examples/tensor_parallel.py --world 2 --target sm_90 --sizes 1,8
     program = cgbundle.load("tensor_parallel.cgb", devices=[0, 1])
     scores = program(tokens, positions)
 
-Weights are random here, the same for every number of ranks.  For your weights, let `weight` read its part of a checkpoint.
+The weights are random here, and the same for every number of ranks.  To use your weights, let `weight` read a part of a checkpoint.
 """
 
 import os
@@ -37,7 +38,6 @@ def hash_of(name: str) -> int:
 
 
 def summed(partial: torch.Tensor, world: int) -> torch.Tensor:
-    """Returns the sum over all ranks."""
     return collectives.all_reduce(partial, "sum", dist.group.WORLD) if world > 1 else partial
 
 

@@ -4,9 +4,9 @@
     python examples/train.py train.cgb --steps 200 --save trained.safetensors
 
 A bundle can only change buffers, so the network's parameters become buffers.  `torch.func` computes the loss from them, and
-`make_fx` traces its gradient to operations that torch.export accepts.  No operation depends on the order in which a GPU's threads
-add, so a resumed run is bitwise equal to an uninterrupted one.  The task: every token is the sum of the two before it, modulo the
-size of the vocabulary.
+`make_fx` traces the loss's gradient to operations that torch.export accepts.  No operation depends on the order in which a GPU's
+threads add, so a resumed run is bitwise equal to an uninterrupted one.  The task: every token is the sum of the two before it,
+modulo the size of the vocabulary.
 """
 
 import argparse

@@ -48,7 +48,7 @@ class TritonPythonModel:
         config.set_max_batch_size(sizes[-1] if sizes else 0)
         if sizes:
             config.set_dynamic_batching()
-        free = {(row.output, row.axis) for row in entry.data_sizes}  # sizes depend on data; such a bundle is not batched
+        free = {(row.output, row.axis) for row in entry.data_sizes}  # axes whose sizes depend on data
         for specs, add in ((entry.inputs, config.add_input), (entry.outputs, config.add_output)):
             for place, spec in enumerate(specs):
                 dims = [size if type(size) is int else -1 for size in spec.shape[1 if sizes else 0 :]]
@@ -78,7 +78,6 @@ class TritonPythonModel:
         return responses
 
     def finalize(self) -> None:
-        """Frees the memory."""
         self.program.close()
 
     def _answers(self, requests: list[list[Any]]) -> list[Any]:

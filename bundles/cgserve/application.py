@@ -57,10 +57,10 @@ class Counters(Watch):
 
 
 class Paths:
-    """Dispatches a request by the beginning of its path to one of the server's three applications."""
+    """Dispatches a request by the beginning of its path to one of three ASGI applications."""
 
     def __init__(self, texts: ASGIApp, tensors: ASGIApp, rest: ASGIApp) -> None:
-        """`rest` also gets the lifespan events."""
+        """`rest` gets all other requests, and the lifespan events."""
         self._texts, self._tensors, self._rest = texts, tensors, rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,8 +165,8 @@ class Application:
         self.counters.languages.requests.labels("", path, str(code)).inc()
 
     def _on_event(self, event: Event) -> None:
-        """Logs and counts an event.  Ends an `essential` server if a bundle is refused and no version serves; the command's error
-        then replaces the line of a log in text."""
+        """Logs and counts an event.  Ends an `essential` server if a bundle is refused and no version serves.  A text log omits
+        this event: the command prints the same error."""
         final = event["event"] == "refused" and self._essential and not any(self.repository.serving())
         if not final or self._settings.log != "text":
             self._tell(event)
@@ -183,7 +183,7 @@ class Application:
     # --- health --------------------------------------------------------------------------------------------------------
 
     def _failure_reason(self) -> str | None:
-        """Returns why the server cannot work, or None: its GPU failed, or the thread that calls a model has ended."""
+        """Returns why the server cannot work: its GPU failed, or the thread that calls a model has ended.  Else returns None."""
         for version in self.repository.serving():
             if version.failure is not None:
                 why = one_line(version.failure)

@@ -54,15 +54,15 @@ class Bundles:
         return name
 
     async def infer(self, name: str, tensors: Sequence[TensorData]) -> list[TensorData]:
-        """Returns the outputs for tensors as bytes, in the order of the model's inputs.  For Ray's handles.  Raises KeyError,
-        Refused, and errors of a call."""
+        """Returns a model's outputs for `tensors`, in the order of its inputs.  For Ray's handles.  Raises KeyError, Refused, and
+        errors of a call."""
         if serve.get_multiplexed_model_id():
             await self._version(name)
         version = await self._cache.version(name)
         return await version.answer(tensors, 0)
 
     async def check_health(self) -> None:
-        """Ray calls it every few seconds, and replaces a replica that raises."""
+        """Ray calls this every few seconds, and replaces a replica that raises an error."""
         if self._cache.failure is not None:
             raise self._cache.failure
 
@@ -71,7 +71,6 @@ class Bundles:
         return {"process": os.getpid(), "torch": "torch" in sys.modules, "loaded": self._cache.loaded, "began": self._began}
 
     async def __call__(self, request: Request) -> Response:
-        """Answers an HTTP request."""
         held = 0
         try:
             parts = []
@@ -121,12 +120,12 @@ class Bundles:
         return version, name
 
     async def __del__(self) -> None:
-        """Ray calls it when the replica ends."""
+        """Ray calls this when the replica ends."""
         await self._cache.close()
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
-    """For `serve run cgserve.ray_replicas:app folder=models [memory=BYTES] [gpus=0.5] [replicas=8]`; `gpus`: for each replica."""
+    """For `serve run cgserve.ray_replicas:app folder=models [memory=BYTES] [gpus=0.5] [replicas=8]`; `gpus`: of each replica."""
     scaling = SCALING | {"max_replicas": int(arguments.get("replicas", 2))}
     resources = {"num_cpus": float(arguments.get("cpus", 1)), "num_gpus": float(arguments.get("gpus", 0))}
     deployment: Any = Bundles.options(autoscaling_config=scaling, ray_actor_options=resources)  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ def serve(path: str, settings: Settings) -> None:
 
 
 def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
-    """Returns a function that finds the bundles at `path`, and whether it is a single bundle, without which the server ends.
+    """Returns a function that finds the bundles at `path`, and whether `path` is a single bundle, without which a server ends.
     Raises ServeError, and a CgbundleError if `path` is neither a bundle nor a folder."""
     if path.is_dir() and not os.path.exists(path / "manifest.json"):
         if settings.name:

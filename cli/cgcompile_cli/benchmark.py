@@ -38,7 +38,7 @@ def show_benchmark(report: Benchmark) -> None:
     if report.bundle.memory:
         _part("memory of the process, every int_key ready", memory(report))
     show("")
-    skipped = [(way.name, way.why) for way in report.ways if way.why]
+    skipped = [(result.name, result.why) for result in report.ways if result.why]
     show(record([*skipped, *([("outputs", verdict)] if (verdict := outputs(report)) else []), *report.notes]))
 
 
@@ -57,10 +57,10 @@ def head(report: Benchmark) -> list[tuple[str, str]]:
     gpu = f"{machine.gpu}, CUDA driver {machine.driver // 1000}.{machine.driver % 1000 // 10}; " if machine.gpu else ""
     shown, hidden = shortened(report.names)
     selection = f" ({len(report.keys)} of {report.recorded})" if len(report.keys) < report.recorded else ""
-    rest = f", and {hidden} more" if hidden else ""
+    more = f", and {hidden} more" if hidden else ""
     return [
         ("bundle", f"{report.name}, {report.target}, {count(report.rounds, 'round')}, medians; ratio = baseline / bundle"),
-        ("int_keys", f"{'; '.join(shown)}{rest}{selection}"),
+        ("int_keys", f"{'; '.join(shown)}{more}{selection}"),
         ("machine", f"{gpu}{chip}"),
         ("with", ", ".join([f"{name} {version}" for name, version in machine.versions])),
         ("date", machine.date),
@@ -70,15 +70,15 @@ def head(report: Benchmark) -> list[tuple[str, str]]:
 def cold(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
     """Returns (heads, rows) of the cold starts."""
     rows = []
-    for way in report.ways:
-        if not way.starts:
+    for result in report.ways:
+        if not result.starts:
             continue
-        firsts = way.firsts()
+        firsts = result.firsts()
         spread = f"{number(min(firsts))}-{number(max(firsts))}" if len(firsts) > 1 else "once"
-        phases = [number(way.phase(index)) for index in range(len(FIRST))]
+        phases = [number(result.phase(index)) for index in range(len(FIRST))]
         rows.append([
-            way.name, _ratio(ratio(firsts, report.bundle.firsts())), number(median(firsts)), spread, *phases,
-            number(median(way.readies())),
+            result.name, _ratio(ratio(firsts, report.bundle.firsts())), number(median(firsts)), spread, *phases,
+            number(median(result.readies())),
         ])  # fmt: skip
     return ("", ">ratio", ">first", ">min-max", *[f">{phase}" for phase in FIRST], ">ready"), rows
 
@@ -88,32 +88,32 @@ def calls(report: Benchmark, what: str) -> tuple[Sequence[str], Sequence[Sequenc
     rows = []
     for key, name in zip(report.keys, report.names, strict=True):
         base = report.bundle.timing(what, key)
-        for way in report.ways:
-            measurement = way.timing(what, key)
+        for result in report.ways:
+            measurement = result.timing(what, key)
             if measurement is None:
                 continue
             seconds = measurement.seconds
             least = precise(min(seconds)) if len(seconds) > 1 else NONE
             most = precise(max(seconds)) if len(seconds) > 1 else NONE
-            shown = name if way is report.bundle else ""
+            shown = name if result is report.bundle else ""
             ratio_text = _ratio(ratio(seconds, base.seconds if base else ()))
-            rows.append([shown, way.name, ratio_text, precise(median(seconds)), least, most])
+            rows.append([shown, result.name, ratio_text, precise(median(seconds)), least, most])
     return ("int_key", "", ">ratio", ">median", ">min", ">max"), rows
 
 
 def memory(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
     """Returns (heads, rows) of the memory."""
     base = report.bundle.memory
-    gpu = any(way.memory is not None and way.memory.device >= 0 for way in report.ways)
+    gpu = any(result.memory is not None and result.memory.device >= 0 for result in report.ways)
     rows = []
-    for way in report.ways:
-        used = way.memory
+    for result in report.ways:
+        used = result.memory
         if used is None or base is None:
             continue
         ours, theirs = (base.device, used.device) if gpu else (base.resident, used.resident)
         device = [size(used.device) if used.device >= 0 else NONE] if gpu else []
         rows.append([
-            way.name, _ratio(theirs / ours if ours > 0 and theirs >= 0 else None), *device, size(used.resident), size(used.own),
+            result.name, _ratio(theirs / ours if ours > 0 and theirs >= 0 else None), *device, size(used.resident), size(used.own),
         ])  # fmt: skip
     return ("", ">ratio", *([">GPU, beside the context"] if gpu else []), ">resident", ">of it unshared"), rows
 
@@ -128,30 +128,32 @@ def show_generation(report: GenerationBenchmark) -> None:
         ("with", ", ".join([f"{name} {version}" for name, version in machine.versions])),
         ("date", machine.date),
     ]))  # fmt: skip
-    measured = [way for way in report.ways if way.firsts]
-    rows = [[way.name, number(median(way.firsts)), number(median(way.seconds))] for way in measured]
+    measured = [result for result in report.ways if result.firsts]
+    rows = [[result.name, number(median(result.firsts)), number(median(result.seconds))] for result in measured]
     _part("process start to the first token, and to the second, one lane; seconds, medians", (("", ">first", ">second"), rows))
     rates = [
         [
-            lanes if way is ours else "",
-            way.name,
-            f"{dict(way.rates)[lanes]:.0f}",
-            _ratio(dict(ours.rates)[lanes] / dict(way.rates)[lanes]),
+            lanes if result is ours else "",
+            result.name,
+            f"{dict(result.rates)[lanes]:.0f}",
+            _ratio(dict(ours.rates)[lanes] / dict(result.rates)[lanes]),
         ]
         for lanes in report.batches
-        for way in measured
+        for result in measured
     ]
     _part("tokens a second, all lanes together, the best", ((">lanes", "", ">tokens/s", ">ratio"), rates))
     show("")
-    skipped = [(way.name, way.why) for way in report.ways if way.why]
+    skipped = [(result.name, result.why) for result in report.ways if result.why]
     equal_tokens = [
-        (way.name, f"the first {way.same(ours)} of {len(ours.made)} tokens are the bundle's") for way in measured if way is not ours
+        (result.name, f"the first {result.same(ours)} of {len(ours.made)} tokens are the bundle's")
+        for result in measured
+        if result is not ours
     ]
     show(record([*skipped, *equal_tokens]))
 
 
 def show_load(numbers: Mapping[str, Any]) -> None:
-    """Writes the tables for the answers to a load."""
+    """Writes the tables of a load test."""
     rates = [(f"{name} a second", f"{numbers[field]:.1f}") for name, field in RATES.items()]
     completed = f"{numbers['completed']} of {count(numbers['num_prompts'], 'request')} in {numbers['duration']:.1f} s"
     show(record([("model", numbers["model_id"]), ("answered", completed), *rates]))
@@ -163,14 +165,14 @@ def show_load(numbers: Mapping[str, Any]) -> None:
 
 def outputs(report: Benchmark) -> str:
     """Returns a text that says whether all outputs are right, "" if none were compared."""
-    wrong, compared = report.wrong(), [(error, way) for way in report.ways for error in way.errors]
+    wrong, compared = report.wrong(), [(error, result) for result in report.ways for error in result.errors]
     if wrong:
         return f"WRONG in {count(len(wrong), 'comparison')} of {len(compared)}"
     if not compared:
         return ""
-    worst, way = max(compared, key=lambda pair: pair[0].error)
+    worst, result = max(compared, key=lambda pair: pair[0].error)
     allowed = f"allowed {worst.allowed:.1e}" if worst.allowed else "the same bits"
-    return f"right for all; largest error {worst.error:.1e} ({way.name}; {allowed})"
+    return f"right for all; largest error {worst.error:.1e} ({result.name}; {allowed})"
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -166,4 +166,4 @@ SPELLED: dict[str, Callable[[CgbundleError, Sequence[str]], str]] = {
     "lowering-failed": _lowering_failed,
     "not-capturable": _not_capturable,
 }
-"""Functions that return a hint with a command, by error code."""
+"""Functions that return a hint with the user's command, by error code."""

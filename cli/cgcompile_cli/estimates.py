@@ -1,4 +1,5 @@
-"""Estimates the remaining time of a build from the stage times of an earlier build: same program, or else same target."""
+"""Estimates the remaining time of a build from the stage times of an earlier build: of the same program, or else for the same
+target."""
 
 from __future__ import annotations
 
@@ -45,7 +46,6 @@ class Estimate:
             self._earlier = record.stages if record is not None else ()
 
     def done(self, stage: str, seconds: float) -> None:
-        """Records a finished stage."""
         self._done.append((stage, seconds))
 
     def left(self, stage: str, seconds: float) -> Left | None:

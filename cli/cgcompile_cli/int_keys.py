@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def find(manifest: Manifest, text: str) -> tuple[EntrySpec, tuple[int, ...]]:
-    """Returns the entry and the recorded int_key that `text` names, such as `decode:8`.  Without an entry's name, it is the first
-    entry.  Raises entry-missing, key-missing."""
+    """Returns the entry and the recorded int_key that `text` names, such as `decode:8`.  If `text` names no entry, the first entry
+    is used.  Raises entry-missing, key-missing."""
     from cgbundle.format.file_names import entry_named  # imported here: saves 25 ms in commands that read no bundle
 
     name, colon, key = text.partition(":")

@@ -99,7 +99,6 @@ app.command("pull", cls=Command)(storage.pull)
 
 
 def main() -> None:
-    """The command `cgcompile`."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # do not fail for characters that the terminal's encoding lacks

@@ -14,7 +14,6 @@ Words = list[tuple[str, str]]
 
 
 def target_names(incomplete: str) -> Words:
-    """Completes `--target`."""
     from cgcompile.targets.architectures import ARCHES
     from cgcompile.targets.instruction_sets import LEVELS
 
@@ -42,7 +41,6 @@ def baseline_names(incomplete: str) -> Words:
 
 
 def rule_names(incomplete: str) -> Words:
-    """Completes the name of a rule."""
     from cgcompile.util.explanations import explanations
 
     return _with_prefix(

@@ -36,8 +36,8 @@ def safe(text: object) -> str:
 
 
 def console(stream: IO[str], width: int = UNBROKEN) -> Console:
-    """Returns a console on `stream`; it is not cached, because tests and redirections replace sys.stdout and sys.stderr.  `width`:
-    its columns if it is not a terminal."""
+    """Returns a console on `stream`, which has `width` columns if it is not a terminal.  The console is not cached, because tests
+    and redirections replace sys.stdout and sys.stderr."""
     from rich.console import Console
 
     terminal = stream.isatty()
@@ -149,21 +149,21 @@ def record(fields: Iterable[Field]) -> Table:
 
 
 def shortened(rows: Sequence[Any], limit: int = SHOWN) -> tuple[Sequence[Any], int]:
-    """Returns the rows to show, and the number of hidden ones, which is never 1."""
+    """Returns the rows to show, and the number of hidden rows, which is never 1."""
     return (rows, 0) if len(rows) <= limit + 1 else (rows[:limit], len(rows) - limit)
 
 
 def first_lines(lines: Sequence[str], limit: int = SHOWN) -> list[str]:
-    """Returns the lines to show, then the number of hidden ones."""
+    """Returns the lines to show, then a line with the number of hidden lines."""
     shown, hidden = shortened(lines, limit)
     return [*shown, *([f"and {hidden} more"] if hidden else [])]
 
 
 def first_rows(rows: Sequence[Sequence[object]], counted: int = 0) -> list[Sequence[object]]:
-    """Returns the rows to show, then one with the number of hidden rows in column `counted`."""
+    """Returns the rows to show, then a row with the number of hidden rows in column `counted`."""
     shown, hidden = shortened(rows)
-    rest = [f"and {hidden} more" if column == counted else "" for column in range(len(rows[0]) if hidden else 0)]
-    return [*shown, *([rest] if rest else [])]
+    last_row = [f"and {hidden} more" if column == counted else "" for column in range(len(rows[0]) if hidden else 0)]
+    return [*shown, *([last_row] if last_row else [])]
 
 
 def listed(words: Sequence[object], limit: int = SHOWN) -> str:

@@ -1,5 +1,5 @@
 """Shows the progress of a build or a benchmark on stderr: a line per finished stage.  On a terminal, a live line shows the running
-stage.  Without a terminal (a log, a pipe) a long stage gets a line at its start, and others from time to time.
+stage.  Without a terminal (a log, a pipe) a long stage gets a line at its start, and more lines while it runs.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ BAR = 20
 
 @contextmanager
 def watching(quiet: bool, verbose: bool = False, estimate: Estimate | None = None) -> Iterator[Progress | None]:
-    """Yields the watcher of a build or a benchmark, None if `quiet`.  Output of model code and child processes goes to stderr, so
-    that stdout contains only data."""
+    """Yields the progress display of a build or a benchmark, None if `quiet`.  Output of model code and child processes goes to
+    stderr, so that stdout contains only data."""
     with ExitStack() as stack:
         stack.enter_context(stdout_kept())
         yield None if quiet else Progress(stack, verbose, estimate)
@@ -90,8 +90,8 @@ def spent() -> Spent:
 
 
 class Progress:
-    """Watches a build: prints a line for every finished stage, with `verbose` also for details.  On a terminal the running stage
-    has a live line until `stack` is closed, with a bar if the `estimate` knows a similar build."""
+    """Prints a line for every finished stage of a build, with `verbose` also for details.  On a terminal the running stage has a
+    live line until `stack` is closed, with a bar if `estimate` knows an earlier build."""
 
     def __init__(self, stack: ExitStack, verbose: bool = False, estimate: Estimate | None = None) -> None:
         self._stack, self._verbose, self._estimate = stack, verbose, estimate

@@ -23,8 +23,8 @@ class Stopped(KeyboardInterrupt):
 
 
 def install() -> None:
-    """Installs handlers: the first of these signals raises Stopped in the main thread, and later ones are ignored.  A signal that
-    was ignored at the start (nohup) stays ignored."""
+    """Installs handlers for SIGTERM and SIGHUP: the first signal raises Stopped in the main thread, and later ones are ignored.  A
+    signal that was ignored at the start (nohup) stays ignored."""
     own_pid = os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -48,7 +48,7 @@ def descendants(process: int) -> list[int]:
     """Returns all child processes of `process`, recursively, from /proc; [] without /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(path.parent.name))
     processes = list(children.get(process, []))

@@ -84,7 +84,6 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def variant_names(path: str) -> list[str]:
-    """Returns the names of all variants of a bundle."""
     return [variant_name(target) for target in archive.Archive(path).variants.targets()]
 
 
@@ -172,7 +171,7 @@ def returned(entry: EntrySpec) -> list[tuple[TensorSpec, str]]:
 
 def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str, str, str, str]]:
     """Returns (in or out, name, dtype, shape, remark) of every input and output, and (in, name, type, value, remark) of the
-    constants.  If there are no inputs or no outputs, they have a row `none`.  The remark is `(updated by the call)`, `(indices
+    constants.  If an entry has no inputs or no outputs, a row says `none`.  The remark is `(updated by the call)`, `(indices
     0..99)`, `(shares memory with input x)`, how a constant is passed, or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, entry, alias)})" for alias in entry.aliases}
     indices = {i: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for i, spec in enumerate(entry.inputs) if spec.range}
@@ -228,7 +227,7 @@ def unpadded(entry: EntrySpec) -> list[str]:
 
 
 def sizes(manifest: Manifest, entry: EntrySpec) -> str:
-    """Formats the sizes: `batch 1, 8 x seq 32: 4 int_keys`.  Adds `, exported per size` if each has its own exported program."""
+    """Formats the sizes: `batch 1, 8 x seq 32: 4 int_keys`.  Adds `, exported per size` if each int_key has its own program."""
     axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in entry.dimensions])
     suffix = ", exported per size" if file_names.per_size(manifest, entry) else ""
     return f"{axes or 'no dimensions'}: {count(len(entry.programs), 'int_key')}{suffix}"
@@ -298,7 +297,7 @@ def stateful(manifest: Manifest) -> list[Weight]:
 
 
 def state(manifest: Manifest) -> list[str]:
-    """Returns `2 buffers that calls change, 1.2 MiB in every session` and a line for the first ones; [] without state."""
+    """Returns `2 buffers that calls change, 1.2 MiB in every session` and lines for the first buffers; [] without state."""
     hidden = {manifest.random, *[dimension.count for dimension in manifest.state_dimensions]}
     buffers = [weight for index, weight in enumerate(manifest.weights) if weight.memory == "state" and index not in hidden]
     total = sum(nbytes(weight.dtype, weight.shape) for weight in buffers)

@@ -51,8 +51,8 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The requests of one call: the rows of each, the seconds that each waited, the seconds of the call, and the context of each.
-    `failed`: the call raised; several requests are then retried one by one."""
+    """The requests of one call: the rows of each request, the seconds that it waited, the seconds of the call, and the context of
+    each request.  `failed`: the call raised; several requests are then retried one by one."""
 
     rows: tuple[int, ...]
     waited: tuple[float, ...]
@@ -83,11 +83,10 @@ class RequestQueue:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting requests."""
         return self._count
 
     def pause(self, calls: int) -> int:
-        """Estimates the seconds for `calls` calls and those that wait; at least 1."""
+        """Estimates the seconds for all waiting requests and `calls` more calls; at least 1."""
         waiting_calls = max(len(self._queues), math.ceil(self._rows / self._largest))
         return max(1, math.ceil((waiting_calls + calls) * self._pace / self._calls))
 
@@ -126,7 +125,7 @@ class RequestQueue:
 
     def _forget(self, group: Hashable, waiting: Waiting) -> None:
         queue = self._queues.get(group, deque())
-        with suppress(ValueError):  # its call runs: it has left the queue
+        with suppress(ValueError):  # its call runs, so the request has left the queue
             queue.remove(waiting)
             self._count, self._rows = self._count - 1, self._rows - waiting.rows
         if not queue:
@@ -161,7 +160,8 @@ class RequestQueue:
         return batch
 
     async def _answers(self, batch: Sequence[Waiting]) -> list[Any]:
-        """Returns an answer or an exception for each.  A failed batch is retried one by one: an invalid request fails alone."""
+        """Returns an answer or an exception for each request.  Retries a failed batch one by one: an invalid request fails
+        alone."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         future = loop.run_in_executor(self._thread, self._call, [waiting.item for waiting in batch])
@@ -176,8 +176,8 @@ class RequestQueue:
         return [error] if len(batch) == 1 else [answer for failed in batch for answer in await self._answers([failed])]
 
     async def _next_group(self) -> Hashable | None:
-        """Waits for the next group: of those that are full or have waited long enough, the one with the oldest request.  Returns
-        None when the queue is closed and empty."""
+        """Waits for groups that are full or due, and returns the group with the oldest request.  Returns None when the queue is
+        closed and empty."""
         loop = asyncio.get_running_loop()
         while True:
             self._arrived.clear()

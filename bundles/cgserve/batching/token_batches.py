@@ -34,9 +34,9 @@ class TooLong(Exception):
 class Batcher:
     """`async with Batcher(...) as batcher:` ... `await batcher.answer(tokens)`.
 
-    At most `largest` rows share a call; a request waits `wait` seconds for others; `limit` may wait.  `lengths` are ascending.
-    `call` runs in `calls` threads.  Statistics: `calls`, their `rows`, the seconds of calls in `computing`; in `spans` the seconds
-    that requests waited in the `queue` and for their `call`.
+    At most `largest` rows share a call; a request waits `wait` seconds for others; at most `limit` requests wait.  `lengths` are
+    ascending.  `call` runs in `calls` threads.  Statistics: `calls`, their `rows`, the seconds of calls in `computing`; in `spans`
+    the seconds that requests waited in the `queue` and for their `call`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Batcher:
 
 def sizes_of(program: cgbundle.Program) -> tuple[int, tuple[int, ...]]:
     """Returns (the largest recorded batch, the recorded lengths).  Raises ValueError if the inputs are not token ids and their
-    mask, int64 (batch, seq), or sizes cannot be padded."""
+    mask, int64 (batch, seq), or if a dimension cannot be padded."""
     dimensions = program.spec.dimensions
     names = tuple(dimension.name for dimension in dimensions)
     if (

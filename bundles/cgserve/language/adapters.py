@@ -1,5 +1,5 @@
-"""Reads LoRA adapters of PEFT (adapter_config.json, adapter_model.safetensors) for the bank of a bundle, which holds them.  Uses
-only the standard library and cgbundle."""
+"""Reads LoRA adapters of PEFT (adapter_config.json, adapter_model.safetensors) for a bundle's bank, which holds several adapters.
+Uses only the standard library and cgbundle."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ class Answer:
         if self._reader is not None:
             text, calls = self._reader.push(text)
             if reason is not None:
-                rest, more_calls = self._reader.end()
-                text, calls = text + rest, calls + more_calls
+                remaining, more_calls = self._reader.end()
+                text, calls = text + remaining, calls + more_calls
             self._called = self._called or bool(calls)
             if reason == "stop" and self._called:
                 reason = "tool_calls"

@@ -47,7 +47,7 @@ class BundleModel:
     """A loaded bundle.  `limits`: its sizes; `vocabulary`: number of tokens; `bank`: its bank of adapters, or None."""
 
     def __init__(self, program: cgbundle.Program, turns: int) -> None:
-        """`turns`: maximum tokens per request of a call that loops on the device, limited by the build; 1 disables the loop."""
+        """`turns`: maximum tokens per request of a call of `generate`, limited by the build; 1 disables these calls."""
         self._entries = program.entries
         cache = cache_of(program.manifest)
         self.vocabulary = cache.vocabulary

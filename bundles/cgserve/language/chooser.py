@@ -1,5 +1,5 @@
-"""Chooses tokens of lanes with rules.  A thread computes their masks while a call computes their logits.  The entry `choose` uses
-both."""
+"""Chooses tokens of lanes with rules, by the entry `choose`.  A thread computes the masks while another call computes the
+logits."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class ChoiceTables:
             assert lane.rules is not None
             tokens = list(islice(changed, self.biases)) or [0]
             values = [changed.pop(token, lane.rules.bias(token)) for token in tokens]
-            rest, begin = self.biases - len(tokens), row * self.biases
-            self.token.numbers[begin : begin + self.biases] = array("q", tokens + tokens[:1] * rest)
-            self.bias.numbers[begin : begin + self.biases] = array("f", values + values[:1] * rest)
+            unused, begin = self.biases - len(tokens), row * self.biases
+            self.token.numbers[begin : begin + self.biases] = array("q", tokens + tokens[:1] * unused)
+            self.bias.numbers[begin : begin + self.biases] = array("f", values + values[:1] * unused)
 
 
 Following = Future[list[Mapping[int, float]]]

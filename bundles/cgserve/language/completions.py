@@ -69,9 +69,9 @@ class ParsedBody:
     """A parsed body.  `most`: maximum tokens of a choice, None for no limit; `alternatives`: None without log-probabilities;
     `usage`: whether a stream ends with the counts of tokens.  `sampling`: only values of the body, which override the model's
     defaults.  `echo`: the answer begins with the prompt; `special`: the tokenizer adds special tokens to a text; `stop_tokens`:
-    tokens that end an answer, in addition to the model's; `ignore_end`: the model's do not end it; `template`: arguments of the
-    chat template; `schema`: the JSON schema of the answer; `wishes`: other constraints on its tokens; `toolbox`: the tools that it
-    may call."""
+    tokens that end an answer, in addition to the model's stop tokens; `ignore_end`: the model's stop tokens do not end an answer;
+    `template`: arguments of the chat template; `schema`: the JSON schema of the answer; `wishes`: other restrictions of its tokens;
+    `toolbox`: the tools that it may call."""
 
     chat: bool
     model: str | None
@@ -95,8 +95,8 @@ class ParsedBody:
 
     @property
     def scored(self) -> bool:
-        """Whether prompt tokens are generated one by one like those of answers.  This is necessary if the response has their
-        log-probabilities, or nothing but the prompt."""
+        """Whether the prompt's tokens are generated one by one, like those of an answer.  This is necessary if the response
+        contains their log-probabilities, or only the prompt."""
         return self.echo and (self.alternatives is not None or self.most == 0)
 
 
@@ -283,11 +283,11 @@ def with_echo(choice_json: dict[str, Any], prompt: Sequence[int], language: Lang
     if choice_json["logprobs"] is None:
         return choice_json
     prompt_tokens, unknown = [language.token_text(token) for token in prompt], [None] * len(prompt)
-    rest = choice_json["logprobs"]
+    answer = choice_json["logprobs"]
     logprobs = {
-        "tokens": prompt_tokens + rest["tokens"], "token_logprobs": unknown + rest["token_logprobs"],
-        "top_logprobs": unknown + rest["top_logprobs"],
-        "text_offset": [len("".join(prompt_tokens[:count])) for count in range(len(prompt_tokens))] + rest["text_offset"],
+        "tokens": prompt_tokens + answer["tokens"], "token_logprobs": unknown + answer["token_logprobs"],
+        "top_logprobs": unknown + answer["top_logprobs"],
+        "text_offset": [len("".join(prompt_tokens[:count])) for count in range(len(prompt_tokens))] + answer["text_offset"],
     }  # fmt: skip
     return choice_json | {"logprobs": logprobs}
 

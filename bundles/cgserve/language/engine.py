@@ -23,7 +23,7 @@ from .adapters import AdapterWeights, Bank
 
 
 class Model(Protocol):
-    """The model that the engine calls: `bundle_model.BundleModel`, or one of a test."""
+    """The model that the engine calls: `bundle_model.BundleModel`, or a substitute in tests."""
 
     limits: Limits
     bank: Bank | None
@@ -53,7 +53,7 @@ class Stopping(Exception):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """An engine's state after a step: requests, pages of the cache, and as in `Scheduler` `preempted` and `shared`."""
+    """An engine's state after a step: numbers of requests and of pages of the cache; `preempted` and `shared` as in `Scheduler`."""
 
     running: int
     waiting: int
@@ -116,8 +116,8 @@ Watch = Callable[[Step, float], None]
 class Engine:
     """`async with Engine(...) as engine:` ... `async with engine.open(requests) as stream: async for index, progress in stream:`
 
-    Leaving a request's block, for any reason, frees its pages before the next call.  At most `limit` requests are open, running and
-    waiting.
+    Leaving the block of `open`, for any reason, frees the pages of its requests before the next call.  At most `limit` requests are
+    open, running or waiting.
     """
 
     def __init__(self, model: Model, limit: int, watch: Watch) -> None:
@@ -127,7 +127,7 @@ class Engine:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._calls: SimpleQueue[tuple[Call, bool] | Callable[[], None] | None] = SimpleQueue()
         self._outcomes: SimpleQueue[tuple[Outcome, float]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # so that a second signal ends the process
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # daemon: a second signal ends the process
         self._numbers = itertools.count()
         self._streams: dict[object, tuple[int, Queue]] = {}  # by key: index of the request in its block, and the block's queue
         self._places: dict[object, int] = {}  # by key: the request's place in the bank
@@ -147,7 +147,6 @@ class Engine:
 
     @property
     def open_requests(self) -> int:
-        """The number of open requests."""
         return len(self._streams)
 
     async def __aenter__(self) -> Engine:
@@ -277,7 +276,7 @@ class Engine:
     def _finish(self, step: Step, outcome: Outcome, seconds: float) -> None:
         if outcome is None:  # the previous call failed
             self._scheduler.undo()
-        elif isinstance(outcome, CgbundleError):  # its requests fail; others may continue
+        elif isinstance(outcome, CgbundleError):  # the requests of this step fail; other requests continue
             self.failures, self.last_error = self.failures + 1, outcome
             self._loop.call_soon_threadsafe(self._fail, self._scheduler.fail(), " ".join(str(outcome).split()))
         elif isinstance(outcome, BaseException):

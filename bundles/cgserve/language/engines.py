@@ -14,8 +14,8 @@ from .engine import Engine, Model, State, Stream, Watch
 
 
 class Engines:
-    """Has an `Engine` for each model, and the interface of an `Engine`.  All requests of a block go to one engine, because pages
-    are on one device.
+    """Has an `Engine` for each model, and the interface of an `Engine`.  All requests of one `open` block go to one engine, because
+    pages are on one device.
 
     `limit`: maximum open requests of each engine.  Failed calls count as open requests: a device that fails fast must not get all
     requests.
@@ -34,7 +34,6 @@ class Engines:
 
     @property
     def open_requests(self) -> int:
-        """The number of open requests."""
         return sum(engine.open_requests for engine in self._engines)
 
     @property

@@ -73,8 +73,8 @@ class LaneTables:
     def _begin(self, row: int, lane: Lane) -> None:
         """Writes all inputs of a row for another lane."""
         pages, begin = array("q", lane.pages), row * self.blocks
-        rest = max(0, self._written[row] - len(pages))
-        self.pages.numbers[begin : begin + len(pages) + rest] = pages + array("q", [0]) * rest
+        stale = max(0, self._written[row] - len(pages))
+        self.pages.numbers[begin : begin + len(pages) + stale] = pages + array("q", [0]) * stale
         self._texts[row], self._written[row] = lane.pages, len(pages)
         self.slot.numbers[row], self.count.numbers[row], self.adapter.numbers[row] = lane.slot, len(lane.ids), lane.adapter
         self._deferred[row] = lane.rules is not None
@@ -95,6 +95,5 @@ def sampling_columns(rows: int) -> dict[str, Column]:
 
 
 def write_sampling(columns: Mapping[str, Column], row: int, sampling: Sampling) -> None:
-    """Writes a lane's sampling to a row."""
     for name, column in columns.items():
         column.numbers[row] = getattr(sampling, name)

@@ -49,11 +49,9 @@ class LanguageMetrics:
         self.first, self.whole = families.first.labels(model), families.whole.labels(model)
 
     def answered(self, path: str, code: int) -> None:
-        """Counts a request."""
         self._families.requests.labels(self._model, path, str(code)).inc()
 
     def watch(self, step: Step, seconds: float) -> None:
-        """Counts a call."""
         self._families.calls.labels(self._model, step.entry).observe(seconds)
         self._families.lanes.labels(self._model, step.entry).observe(len(step.lanes))
 

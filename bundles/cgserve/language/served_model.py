@@ -36,8 +36,8 @@ class ServedAdapter:
 
 
 class ServedModel:
-    """Copies of a model under one name.  `context`: the longest text in tokens; `metrics`: those of all copies; `adapters`: by the
-    names that select the model with each adapter."""
+    """Copies of a model under one name.  `context`: the longest text in tokens; `metrics`: those of all copies; `adapters`: the
+    served adapters, by the name that requests use as their model."""
 
     def __init__(
         self, models: Sequence[Model], language: Language, name: str, limit: int, metrics: LanguageMetrics, seconds: float

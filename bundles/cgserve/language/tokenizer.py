@@ -1,5 +1,5 @@
-"""Text and tokens: loads tokenizer.json (`Language`), decodes tokens incrementally, and finds stop strings that several tokens make
-up.  Without torch and transformers."""
+"""Text and tokens: loads tokenizer.json (`Language`), decodes tokens incrementally, and finds stop strings, which may consist of
+several tokens.  Without torch and transformers."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class StopStrings:
 
     def end(self) -> str:
         """Returns the text that was held back."""
-        rest, self._tail = self._tail, ""
-        return rest
+        held_back, self._tail = self._tail, ""
+        return held_back
 
     def _overlap(self, string: str) -> int:
         """Returns how many characters at the end of the buffer begin `string`."""
@@ -147,12 +147,12 @@ class Language:
         return self._tokenizer.decode(list(tokens))
 
     def token_text(self, token: int) -> str:
-        """Returns the text of a single token, special or not.  For a part of a character, returns its vocabulary entry."""
+        """Returns the text of a single token, special or not.  If it is a part of a character, returns its vocabulary entry."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         return self._tokenizer.id_to_token(token) or text if REPLACEMENT in text else text
 
     def bytes_of(self, token: int) -> list[int] | None:
-        """Returns the bytes of a token's text, or None for a part of a character."""
+        """Returns the bytes of a token's text, or None if the token is a part of a character."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         return None if REPLACEMENT in text else list(text.encode())
 

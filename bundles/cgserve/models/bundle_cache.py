@@ -1,4 +1,4 @@
-"""Loads models of a folder on demand, and closes them when others need their memory.
+"""Loads models of a folder on demand, and closes them when other models need their memory.
 
 ray_replicas.py uses it, one per replica.  The folder has the layout of model_repository.py.
 """
@@ -19,11 +19,11 @@ from .version import Identity, Version, Watch
 
 
 class BundleCache:
-    """Keeps at most `limit` bytes of loaded bundles, and evicts the least recently used.  Manifests give the bytes.  Checks the
-    folder every `poll` seconds while requests arrive.
+    """Keeps at most `limit` bytes of loaded bundles, as their manifests say, and evicts the least recently used.  Checks the folder
+    every `poll` seconds while requests arrive.
 
-    A model evicts others only after it was loaded and tested, or if it lacks nothing but memory.  The error of a refused model
-    is kept until its files change."""
+    A model evicts other models only after it was loaded and tested, or if it was refused for lack of memory.  The error of a
+    refused model is kept until its files change."""
 
     def __init__(self, folder: str | Path, limit: int, options: Options, poll: float, tell: Tell = json_log) -> None:
         self._folder, self._limit, self._options, self._poll, self._tell = Path(folder), limit, options, poll, tell
@@ -45,8 +45,8 @@ class BundleCache:
         return next((failure for failure in failures if failure is not None), None)
 
     async def version(self, name: str) -> Version:
-        """Returns the version of a model that serves, and loads it if necessary.  It stays open until the caller's next `await`.
-        Raises KeyError for an unknown model, Refused if none of its versions can be served."""
+        """Returns the version of a model that serves, and loads it if necessary.  The version stays open until the caller's next
+        `await`.  Raises KeyError for an unknown model, Refused if none of its versions can be served."""
         if name not in self._models:
             async with self._turn:
                 if name not in self._models:  # another task may have loaded it during the wait

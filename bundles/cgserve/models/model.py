@@ -17,8 +17,8 @@ from .version import Identity, Version, Watch, rounded
 
 
 class Model:
-    """`current`: the version that serves, or None; `refused`: why other versions do not.  `short`: the last refused version lacked
-    memory."""
+    """`current`: the version that serves, or None; `refused`: by version, why it is refused.  `short`: whether the last refused
+    version lacked memory."""
 
     def __init__(self, name: str, options: Options, watch: Watch) -> None:
         self.name, self.refused = name, dict[int, tuple[Identity, Refused]]()
@@ -28,7 +28,7 @@ class Model:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def refresh(self, paths: Mapping[int, tuple[Path, Identity]], tell: Tell) -> None:
-        """Serves the highest version of `paths` that can be served.  `tell` gets each load, switch and refusal."""
+        """Serves the highest version of `paths` that can be served.  `tell` logs each load, switch and refusal."""
         self.refused = {number: pair for number, pair in self.refused.items() if number in paths and paths[number][1] == pair[0]}
         for number in sorted(paths, reverse=True):
             path, identity = paths[number]

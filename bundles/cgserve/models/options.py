@@ -8,7 +8,7 @@ from threading import Lock
 
 
 class Refused(Exception):
-    """A version is not served; the text says why.  `hint`: a remedy, or "".  `memory`: whether it lacks memory."""
+    """A version is not served; the text says why.  `hint`: a remedy, or "".  `memory`: whether the reason is a lack of memory."""
 
     def __init__(self, why: str, hint: str = "", *, memory: bool = False) -> None:
         super().__init__(why)
@@ -40,8 +40,8 @@ class MemoryBudget:
 class Options:
     """`wait`: milliseconds that a request waits for others; `limit`: maximum waiting or open requests of a model; `seconds`:
     deadline of a request, for a language model until its first token.  `devices`: GPUs that get a copy of every model; () is the
-    first GPU, or the CPU for a CPU bundle.  `threads`: for a call on the CPU.  `turns`: maximum tokens per request in one call of
-    a language model.  `tokenizer`: its folder; None for the one beside the bundle.  `memory`: the budget of all bundles.
+    first GPU, or the CPU for a CPU bundle.  `threads`: CPU threads of a call.  `turns`: maximum tokens per request in one call of a
+    language model.  `tokenizer`: the folder of the tokenizer; None for `tokenizer_beside`.  `memory`: the budget of all bundles.
     `adapters`: names and folders of LoRA adapters of a language model."""
 
     wait: float = 2.0
@@ -56,8 +56,8 @@ class Options:
 
 
 def tokenizer_beside(bundle: Path, name: str) -> Path | None:
-    """Returns the first of these folders with a tokenizer.json, or None: `X` beside `X.cgb`; `name` beside it, which a build from a
-    GGUF file writes; the bundle's parent folder; for `model.cgb` also the folder above, that of the model."""
+    """Returns the first of these folders with a tokenizer.json, or None: `X` beside `X.cgb`; `name` beside the bundle, which a
+    build from a GGUF file writes; the bundle's parent folder; for `model.cgb` also the model's folder above it."""
     places = [bundle.with_suffix("")] if bundle.suffix else []
     if name not in ("", ".", "..") and "/" not in name:
         places.append(bundle.parent / name)

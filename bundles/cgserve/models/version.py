@@ -40,7 +40,7 @@ GPU_FAILED = "driver-failed"
 """The code of the error after which the CUDA context is lost, so that no call of this process can use the GPU."""
 
 OWN_SERVER = "load the bundle in a server of your own, with a session for each client: program.session()"
-"""The remedy where the protocol can serve no entry of a bundle."""
+"""The hint for a bundle none of whose entries the protocol can serve."""
 
 
 class Watch:
@@ -58,8 +58,8 @@ class Version:
     """A version that serves from `open` until `close`, which first answers accepted requests.  Calls run in its own threads, one
     for each copy.
 
-    `entries`: those that the Open Inference Protocol serves, by name; `not_served`: why others are not; `language`: the language
-    model, or None; `text`: the embedding model, reranker or classifier, or None; `words`: the tokenizer of either, or None.
+    `entries`: those that the Open Inference Protocol serves, by name; `not_served`: the reasons for other entries; `language`: the
+    language model, or None; `text`: the embedding model, reranker or classifier, or None; `words`: the tokenizer, or None.
     """
 
     def __init__(self, model: str, number: int, identity: Identity) -> None:
@@ -109,13 +109,13 @@ class Version:
                 await self.language.load_adapter(name, folder)
         elif self._adapters:
             raise ValueError("--adapter: the bundle is not one of a language model")
-        for name, each_ports in ports.items():
+        for name, entry_ports in ports.items():
             shown = self.model if len(program.entries) == 1 else f"{self.model}.{name}"
 
-            def watch_batch(batch: Batch, shown: str = shown, ports: Ports = each_ports) -> None:
+            def watch_batch(batch: Batch, shown: str = shown, ports: Ports = entry_ports) -> None:
                 watch.batch(shown, self.number, ports, batch)
 
-            entry = TensorEntry(program[name], each_ports, self._thread, copies, options.wait / 1000, options.limit, watch_batch)
+            entry = TensorEntry(program[name], entry_ports, self._thread, copies, options.wait / 1000, options.limit, watch_batch)
             self.entries[shown] = await self._cleanup.enter_async_context(entry)
         if language is not None and self.language is None:
             entry = self.entries[self.model]
@@ -123,8 +123,8 @@ class Version:
             self.text = TextModel(self.model, language, entry.ports, self.answer, *limits)
 
     async def answer(self, tensors: Sequence[TensorData], seconds: float, entry: str = "") -> list[TensorData]:
-        """Returns the outputs of an entry, by default the only one, for one request's tensors, within `seconds` (0: the options').
-        Raises as TensorEntry.answer."""
+        """Returns the outputs of an entry, by default the only one, for a request's tensors, within `seconds` (0:
+        `Options.seconds`).  Raises as TensorEntry.answer."""
         allowed = min(seconds or self._options.seconds, self._options.seconds)
         try:
             return await self.entries[entry or self.model].answer(tensors, allowed)
@@ -135,7 +135,6 @@ class Version:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names under which the version serves."""
         return tuple(self.entries) or (self.model,)
 
     @property
@@ -162,7 +161,7 @@ class Version:
     # --- in the version's thread ---------------------------------------------------------------------------------------
 
     def _load(self, path: Path) -> tuple[Loaded, dict[str, Ports], Language | None]:
-        """Returns the program, its served entries, and the tokenizer of a language model.  Raises Refused."""
+        """Returns the program, its served entries, and its tokenizer, or None.  Raises Refused."""
         began, devices = time.perf_counter(), self._options.devices
         try:
             manifest = read_manifest(str(path))
@@ -198,7 +197,7 @@ class Version:
         return program, ports, language
 
     def _examine(self, program: Loaded) -> dict[str, Ports]:
-        """Returns the ports of the served entries, after the self-test of all.  Raises Refused, CgbundleError."""
+        """Returns the ports of the served entries, after the self-test of all entries.  Raises Refused, CgbundleError."""
         manifest, ports = program.manifest, dict[str, Ports]()
         language = is_language_model(manifest)
         for entry in () if language else manifest.entries:
@@ -220,8 +219,8 @@ class Version:
         return ports
 
     def _language(self, path: Path, manifest: Manifest, before: Language | None) -> Language | None:
-        """Returns the tokenizer of a language model, or of a model whose inputs are tokens and their mask; None for others.  Raises
-        Refused."""
+        """Returns the tokenizer of a language model, or of a model whose inputs are tokens and their mask; None for other models.
+        Raises Refused."""
         folder = self._options.tokenizer or tokenizer_beside(path, manifest.name)
         if not is_language_model(manifest):
             with suppress(NotServable):
@@ -247,8 +246,8 @@ def read_tokenizer(folder: Path, before: Language | None) -> Language:
 
 
 def first_keys(manifest: Manifest) -> list[IntKey]:
-    """Returns the smallest and the largest int_key of those that run the same files: on a CPU a hundred may share one, on a GPU
-    every int_key has its own graph."""
+    """Returns the smallest and the largest int_key of each group that runs the same files.  On a CPU a hundred int_keys may share a
+    file; on a GPU every int_key has its own graph."""
     keys_by_code: dict[tuple[str, ...], list[IntKey]] = {}
     for entry in manifest.entries:
         for program in entry.programs:

@@ -59,7 +59,6 @@ def toolbox_of(body: Mapping[str, Any]) -> Toolbox:
 
 
 def tool_of(definition: Any, where: str) -> Tool:
-    """Reads a tool."""
     function = definition.get("function") if isinstance(definition, dict) and definition.get("type") == "function" else None
     if not isinstance(function, dict):
         raise ValueError(f"{where}: expected an object with the type function and a function")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is written.  With arbitrary white space a model could write white space forever."""
+"""The white space of JSON in answers.  With arbitrary white space a model could write white space forever."""
 
 ANYTHING = {"type": "object"}
 """The schema of `json_object`."""

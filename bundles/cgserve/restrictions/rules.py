@@ -16,8 +16,9 @@ ALL = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """Constraints of a body in addition to a grammar.  `biases`: added to the logits of tokens; `presence` and `frequency`:
-    subtracted for a token that occurs in the answer, and for each occurrence; `least`: minimum tokens of the answer."""
+    """Restrictions of a body in addition to a grammar.  `biases`: added to the logits of tokens; `presence`: subtracted from the
+    logit of a token that occurs in the answer; `frequency`: subtracted for each occurrence; `least`: minimum tokens of the
+    answer."""
 
     biases: Mapping[int, float] = field(default_factory=dict)
     presence: float = 0.0
@@ -69,7 +70,6 @@ class TokenRules:
         return {token}
 
     def bias(self, token: int) -> float:
-        """Returns the current bias of a token's logit."""
         wishes, count = self._wishes, self._counts.get(token, 0)
         return wishes.biases.get(token, 0.0) - (wishes.presence + wishes.frequency * count if count else 0.0)
 

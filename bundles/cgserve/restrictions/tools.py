@@ -48,15 +48,14 @@ class Toolbox:
 
     @property
     def forced(self) -> bool:
-        """Whether the answer must be a call."""
         return self.choice == "required"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolForm:
-    """How a template writes calls: each between `begin` and `end`, all between `opening` and `closing`, separated by `between`;
-    `key`: the name of the arguments.  `lists_tools`: whether the template describes the tools; `shown`: whether decoded text
-    contains the marks around calls."""
+    """How a template writes calls: each call between `begin` and `end`, all calls between `opening` and `closing`, separated by
+    `between`; `key`: the JSON key of the arguments.  `lists_tools`: whether the template describes the tools; `shown`: whether
+    decoded text contains `begin`."""
 
     begin: str = ""
     end: str = ""
@@ -179,7 +178,7 @@ class CallReader:
     def __init__(self, tools: Sequence[Tool], form: ToolForm) -> None:
         self._names, self._form = {tool.name for tool in tools}, form
         self._buffer, self._count = "", 0
-        self._text = False  # whether the rest can only be text
+        self._text = False  # whether no call can follow
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """Returns the text and calls that are certain now."""

@@ -55,7 +55,6 @@ class Dashboards(Collector):
         self._registry = registry
 
     def collect(self) -> Iterable[Metric]:
-        """Yields the current metrics."""
         metrics = list(self._registry.collect())
         yield from (_renamed(metric, *VLLM[metric.name]) for metric in metrics if metric.name in VLLM)
         yield _cache_use(metrics)

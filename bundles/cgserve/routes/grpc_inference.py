@@ -31,7 +31,7 @@ CODES = {
 """gRPC status by HTTP status."""
 
 TOGETHER = 1024
-"""Maximum concurrent calls: more are RESOURCE_EXHAUSTED."""
+"""Maximum concurrent calls; gRPC refuses more with RESOURCE_EXHAUSTED."""
 
 OPEN = {"ServerLive", "ServerReady"}
 """Methods that need no key, as over HTTP.  Their empty message is not read."""
@@ -58,8 +58,8 @@ class GrpcInference:
         self._receptions = Receptions()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Returns the handler for a server.  The methods are registered as client streams, which look the same to a client that
-        sends one message.  So the call begins before its message is read, and only few messages are read at once."""
+        """Returns the handler for a server.  The methods are registered as client streams, which look like unary methods to a
+        client that sends one message.  So a call begins before its message is read, and only few messages are read at once."""
         methods = {
             "ServerLive": self._live, "ServerReady": self._ready, "ServerMetadata": self._about, "ModelReady": self._model_ready,
             "ModelMetadata": self._model, "ModelInfer": self._infer, "RepositoryIndex": self._index,

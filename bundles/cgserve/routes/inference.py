@@ -118,12 +118,12 @@ class Inference:
             if model.current is not None:
                 number = str(model.current.number)
                 rows += [{"name": entry, "version": number, "state": "READY", "reason": ""} for entry in model.current.names]
-            for refused_one, (_identity, why) in model.refused.items():
-                rows.append({"name": name, "version": str(refused_one), "state": "UNAVAILABLE", "reason": str(why)})
+            for refused_number, (_identity, why) in model.refused.items():
+                rows.append({"name": name, "version": str(refused_number), "state": "UNAVAILABLE", "reason": str(why)})
         return rows
 
     async def load(self, name: str) -> None:
-        """Checks for versions now.  Raises Refusal if none serves then."""
+        """Checks for new versions now.  Raises Refusal if then no version of the model serves."""
         await self._repository.refresh()
         self.find(name, None)
 
@@ -182,7 +182,6 @@ class Inference:
 
 
 def _model_and_version(request: Request) -> tuple[str, str | None]:
-    """Returns the model and the version in a path."""
     return request.path_params["model"], request.path_params.get("version")
 
 
@@ -216,7 +215,6 @@ class Served:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
         return sum(len(tensor.data) for tensor in self.tensors)
 
 
@@ -256,7 +254,7 @@ async def answered(
 
 
 SMALL = 64 << 10
-"""Maximum bytes of JSON that are processed in the event loop; larger ones do not block other requests."""
+"""Maximum bytes that are converted in the event loop; a thread converts more, so that other requests are not blocked."""
 
 BESIDE = ThreadPoolExecutor(1, "json")
 """One thread, because the parser holds the GIL, and several threads would block the event loop in turns."""

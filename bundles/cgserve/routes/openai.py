@@ -90,7 +90,6 @@ class OpenAI:
         return JSONResponse(await self.reader.run(work))
 
     async def _detokenize(self, request: Request) -> Response:
-        """Returns the text of tokens."""
         body = await request.body()
 
         def work() -> dict[str, Any]:
@@ -120,7 +119,6 @@ class OpenAI:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, request: Request) -> Response:
-        """Stops serving an adapter."""
         (name,) = texts_of(await request.body(), "lora_name")
         if not self._choose(None).unload_adapter(name):
             raise Refusal(404, f"no adapter {name!r}", "lora_name", "model_not_found")

@@ -60,8 +60,8 @@ class Texts:
             raise Refusal(400, "encoding_format: expected float or base64", "encoding_format")
         rows = await self._answer(model, texts, numbers_of if form == "float" else base64_of)
         data = [b'{"object":"embedding","index":%d,"embedding":%b}' % pair for pair in enumerate(rows)]
-        rest = to_json({"object": "list", "model": model.name, "usage": usage(texts)})
-        return Response(b'%b,"data":[%b]}' % (rest[:-1], b",".join(data)), media_type="application/json")
+        head = to_json({"object": "list", "model": model.name, "usage": usage(texts)})
+        return Response(b'%b,"data":[%b]}' % (head[:-1], b",".join(data)), media_type="application/json")
 
     async def _rerank(self, request: Request) -> Response:
         model, body, texts = await self._read(request, "rerank")

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Known = tuple[int, tuple[int, ...]]
-"""Identifies the contents of a page: the number of the beginning before it, and its tokens.  So all tokens before it count, too.
-For the first page of a text the number is 0 or less, different for every adapter."""
+"""Identifies the contents of a page: the number of the beginning before it, and its tokens.  So pages of texts with different
+beginnings differ.  For the first page of a text the number is 0 or less, different for every adapter."""
 
 
 class Pool:
@@ -23,12 +23,10 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """The count of free numbers."""
         return len(self._free)
 
     @property
     def taken(self) -> int:
-        """The count of allocated numbers."""
         return len(self._taken)
 
     def take(self, count: int) -> list[int]:
@@ -123,7 +121,7 @@ class Pages:
         return chain
 
     def begin(self, front: int, tokens: Sequence[int], page: int) -> tuple[int, Beginning | None]:
-        """Registers that a call will write `tokens` to a page.  Returns the number of the beginning, and the beginning itself for
+        """Registers that a call will write `tokens` to a page.  Returns the number of the beginning, and the `Beginning` to pass to
         `written` or `forget`, or None if another page contains it."""
         known = front, tuple(tokens)
         if known in self._beginnings:

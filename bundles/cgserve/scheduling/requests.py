@@ -20,13 +20,13 @@ class Limits:
     """The sizes that a bundle was built for.
 
     `page`: tokens in a page; `pages`, `slots`: their counts including number 0, which is never allocated; `blocks`: maximum pages
-    of a lane; `readers` and `chunk`: the numbers of lanes of a prefill call, ascending, and maximum tokens of each lane; `lanes`:
-    maximum lanes of a decode call; `loop_lanes` and `turns`: maximum lanes of a generate call and tokens per lane, 0 and 1 without
-    such a call.
+    of a lane; `readers`: the recorded numbers of lanes of prefill calls, ascending; `chunk`: maximum tokens of such a lane;
+    `lanes`: maximum lanes of a decode call; `loop_lanes` and `turns`: maximum lanes of a generate call and tokens per lane, 0 and 1
+    without such a call.
 
     `several`: whether a prefill call may have consecutive lanes of one text.  `shared`: whether texts with equal beginnings may
-    share pages.  Both are False if slots have states.  `ahead`: whether a second step may be planned before the first is finished;
-    False if the first decides whether a text must be read again.
+    share pages.  `several` and `shared` are False if slots have states.  `ahead`: whether a second step may be planned before the
+    first is finished; False if the first step decides whether a text must be read again.
 
     `vocabulary`: the number of tokens in a mask, 0 if calls support no restrictions.
     """
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """The sampling parameters of a request: the fields of sampling.Sampling, for one lane."""
+    """The sampling parameters of a lane: the fields of Sampling in cgcompile/language_models/sampling.py."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -92,7 +92,7 @@ class Rules(Protocol):
 
     def follow(self, place: int, token: int, *, fresh: bool) -> Mapping[int, float]:
         """Adds `token`, which is before `place` in the text, and writes the mask for the token at `place`.  Returns the biases that
-        changed; `fresh`: all of them."""
+        changed; with `fresh`, all biases."""
 
     def bias(self, token: int) -> float:
         """Returns the bias of a token's logit."""
@@ -140,10 +140,10 @@ class Lane(NamedTuple):
     """A request's part of a call: its new tokens `ids`, the number `start` of tokens that are already in `pages`, its slot, the
     maximum of tokens to generate, and the `length` of its prompt.
 
-    `behind`: if it is 0 or more, the new token is the result of that lane in the previous call, and `ids` has a 0 for it.  `pages`
-    grows with the request: a later step may append pages.
+    `behind`: if it is 0 or more, the new token is the result of lane number `behind` in the previous call, and `ids` has a 0 for
+    it.  `pages` grows with the request: a later step may append pages.
 
-    `rules`: for a lane with restrictions; None if the lane's result is not a token of the text.  `adapter`: the place of its
+    `rules`: restrictions; None if there are none, or if the lane's result is not a token of the text.  `adapter`: the place of its
     adapter.
     """
 

@@ -11,7 +11,7 @@ Pages are allocated when tokens need them, not in advance.  If no page is free, 
 pages, becomes the first of the waiting ones, and later reads its tokens again.  A token is sampled from the request's seed and
 position only, so its text does not change.  The oldest request always proceeds, and every request becomes the oldest.
 
-Equal beginnings are read once: a text shares the pages of another one that has read them, or waits while another one reads them.
+Equal beginnings are read once: a text shares the pages of another text that has read them, or waits while another text reads them.
 Only results of prefill calls are shared, in whole chunks, and among texts of one adapter.
 """
 
@@ -27,14 +27,14 @@ from .texts import Flight, Row, Text
 
 class Scheduler:
     """Requests over one cache.  `preempted`: how often a request gave back its pages early; `shared`: tokens that requests did not
-    read, because others had read them."""
+    read, because other requests had read them."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.pages, self.slots = Pages(limits.pages), Pool(limits.slots)
         self.preempted = self.shared = 0
         self._waiting: deque[Text] = deque()
-        self._running: list[Text] = []  # both in order of arrival; waiting requests arrived after all running ones
+        self._running: list[Text] = []  # in order of arrival, as `_waiting`; waiting requests arrived after all running requests
         self._open: dict[Hashable, Text] = {}
         self._flights: deque[Flight] = deque()
         self._prefilled = False  # whether the last step was a prefill
@@ -160,8 +160,8 @@ class Scheduler:
         return max(0, pages_for(tokens, self.limits.page) - len(text.pages))
 
     def _allocate(self, text: Text, tokens: int) -> bool:
-        """Allocates pages for `tokens` tokens of a text.  If too few are free, the last requests lose theirs.  Returns False if the
-        text itself does."""
+        """Allocates pages for `tokens` tokens of a text.  If too few are free, the last requests lose their pages.  Returns False
+        if the text itself loses its pages."""
         missing = pages_for(tokens, self.limits.page) - len(text.pages)
         if missing <= 0:
             return True
@@ -241,7 +241,8 @@ class Scheduler:
         return flight if lanes else None
 
     def _shares(self, reading: Sequence[Text]) -> list[tuple[Text, int]]:
-        """Returns (text, lanes of a prefill call) in order of arrival: half for the oldest text, then for the shortest."""
+        """Returns (text, lanes of a prefill call) in order of arrival: half of the lanes for the oldest text, then for the shortest
+        texts."""
         limits, chosen = self.limits, dict[Text, int]()
         fronts = set[tuple[int, tuple[int, ...]]]()
         candidates: list[tuple[Text, int]] = []
@@ -292,8 +293,8 @@ class Scheduler:
         return flight if lanes else None
 
     def _turns(self, texts: Sequence[Text]) -> int:
-        """Returns how many tokens a call generates for each text: several if no request waits, none asks for alternatives or has
-        rules, and the pages suffice."""
+        """Returns how many tokens a call generates for each text: several if no request waits, no request asks for alternatives or
+        has rules, and enough pages are free."""
         limit = self.limits.turns
         if limit == 1 or len(texts) > self.limits.loop_lanes or len(texts) < len(self._running) or self._waiting:
             return 1

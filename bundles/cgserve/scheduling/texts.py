@@ -12,12 +12,13 @@ from .requests import Lane, Request, Sampling, Step
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """A request's `tokens`, and the number of tokens `ahead` that running calls generate.  `slot` is 0 while it waits.
+    """A request's `tokens`, and the number of tokens `ahead` that running calls generate.  `slot` is 0 while the request waits.
 
-    `read`: tokens in its `pages` after all running calls; `goal`: tokens that prefill calls read.  `length`: of the prompt, or of
-    the text that is read again.  `row`: its last lane in the running call.  `looping`: that call generates several tokens.
+    `read`: number of tokens in its `pages` after all running calls; `goal`: `read` after its last prefill call.  `length`: of the
+    prompt, or of the text that is read again.  `row`: its last lane in the running call.  `looping`: that call generates several
+    tokens.
 
-    The pages of its first `known` tokens are registered; `front` is the number of that beginning, or `root`.
+    The pages of its first `known` tokens are registered in `Pages`; `front` is the number of that beginning, or `root`.
     """
 
     key: Hashable
@@ -51,8 +52,8 @@ class Text:
 
     @property
     def alone(self) -> bool:
-        """Whether it shares no pages and has one lane per call: a penalty needs all tokens in the slot, and lanes of one call write
-        the slot in any order."""
+        """Whether the text shares no pages and has one lane per call: a repetition penalty needs all tokens in the slot, and lanes
+        of one call write to it in any order."""
         return self.request.sampling.penalty != 1.0
 
     def lane(self, ids: Sequence[int], start: int, most: int, behind: int = -1, *, makes: bool = True) -> Lane:
@@ -65,8 +66,8 @@ class Text:
 
 
 class Row(NamedTuple):
-    """A lane of a running step, with the text's state at planning: its `pages` list, and how much it had read.  `makes`: whether
-    the lane's result is a token of the text."""
+    """A lane of a running step, with the text's fields when the step was planned: the list `pages`, `read`, `front` and `known`.
+    `makes`: whether the lane's result is a token of the text."""
 
     text: Text
     pages: list[int]

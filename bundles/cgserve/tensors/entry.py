@@ -64,7 +64,7 @@ def _batches(entry: Any) -> tuple[int, ...]:
 
 
 def recorded_rows(rows: int, batches: Sequence[int]) -> int:
-    """Returns the computed rows for `rows` rows: the next recorded size, or several calls of the largest."""
+    """Returns how many rows are computed for `rows` rows: the next recorded size, or the sum over several calls."""
     if not batches:
         return rows
     full, rest = divmod(rows, batches[-1])
@@ -94,18 +94,17 @@ class TensorEntry:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting requests."""
         return self._queue.waiting
 
     def pause(self, calls: int) -> int:
-        """Estimates the seconds for `calls` calls and those that wait; at least 1."""
+        """Estimates the seconds for all waiting requests and `calls` more calls; at least 1."""
         return self._queue.pause(calls)
 
     async def answer(self, tensors: Sequence[TensorData], seconds: float) -> list[TensorData]:
-        """Returns the outputs for one request's tensors, within `seconds`.  Raises as RequestQueue, and a CgbundleError."""
+        """Returns the outputs for one request's tensors, within `seconds`.  Raises the errors of RequestQueue.answer."""
         batches = self.ports.batches
         rows = tensors[0].shape[0] if batches else 1
-        alone = not rows or not batches or len({tensor.shape[0] for tensor in tensors}) > 1  # the last: the call will raise
+        alone = not rows or not batches or len({tensor.shape[0] for tensor in tensors}) > 1  # with unequal rows the call raises
         group = object() if alone else tuple([tensor.shape[1:] for tensor in tensors])
         return list(await self._queue.answer(tensors, group, rows, seconds))
 

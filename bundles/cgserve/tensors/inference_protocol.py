@@ -161,7 +161,7 @@ def metadata(
 
 
 def check_parameters(parameters: Mapping[str, Any], known: Set[str], where: str) -> None:
-    """Raises ProtocolError for a parameter that is not in `known`.  `where`: their owner, "input 'x'"."""
+    """Raises ProtocolError for a parameter that is not in `known`.  `where`: the owner of the parameters, such as "input 'x'"."""
     for name in sorted(parameters.keys() - known):
         others = f"this server knows {', '.join(sorted(known))}"
         why = next((text for begin, text in REFUSED_PARAMETERS.items() if name.startswith(begin)), others)

@@ -15,7 +15,7 @@ OWNER = ("model", "version")
 
 
 class Metrics:
-    """Counters of all entries of one server.  The fraction of padding is 1 - cgbundle_rows_total / cgbundle_recorded_rows_total."""
+    """Metrics of all entries of one server.  The fraction of padding is 1 - cgbundle_rows_total / cgbundle_recorded_rows_total."""
 
     def __init__(self, every: CollectorRegistry) -> None:
         self.requests = Counter("cgbundle_requests", "Requests by HTTP status.", (*OWNER, "code"), registry=every)

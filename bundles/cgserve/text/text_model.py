@@ -1,9 +1,9 @@
 """A bundle of (input_ids, attention_mask[, token_type_ids]) with a tokenizer, as a model of texts.
 
-The output determines its task.  One number per row is a score of a reranker; as many numbers as config.json has classes are those
-of a classifier; all others are embeddings.  Texts of a request are grouped by the recorded length that they need, and share calls
-of the entry's queue with other requests.  Only a few calls of a request wait there at once, so that a request with thousands of
-texts blocks neither other requests nor the event loop."""
+The output determines its task.  One number per row is the score of a reranker; as many numbers as config.json has classes are the
+scores of a classifier; other rows are embeddings.  Texts of a request are grouped by the recorded length that they need, and share
+calls of the entry's queue with other requests.  Only a few calls of a request wait in the queue at once, so that a request with
+thousands of texts blocks neither other requests nor the event loop."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ WIDTH = array("q").itemsize
 
 
 def takes_texts(ports: Ports) -> bool:
-    """Returns whether an entry's inputs are tokens and their mask, integers (batch, length), and its output has a row for each."""
+    """Returns whether an entry's inputs are tokens and their mask, integers (batch, length), and its output has a row per text."""
     names = {port.name for port in ports.inputs}
     ints = all(port.datatype in ("INT64", "INT32") and len(port.shape) == 2 for port in ports.inputs)
     equal = len({(port.shape, port.axes) for port in ports.inputs}) == 1
@@ -135,7 +135,7 @@ class TextModel:
         return Refusal(400, text, field, "context_length_exceeded")
 
     async def answer(self, texts: Sequence[Encoded], converter: Callable[[list[float]], T]) -> list[T]:
-        """Applies `converter` to the output's row of each text.  Raises as TensorEntry.answer, alone or in a group."""
+        """Applies `converter` to the output's row of each text.  Raises Busy, or the errors of TensorEntry.answer in a group."""
         by_length: dict[int, list[int]] = {}
         for index, text in enumerate(texts):
             by_length.setdefault(self._lengths[bisect_left(self._lengths, text.tokens)], []).append(index)

@@ -1,6 +1,6 @@
 """Limits for clients of an HTTP server: how much they send and how long they take.  Also detects that they disconnect.
 
-uvicorn closes idle connections, shuts down gracefully, and limits the size of headers.  This module adds the rest.
+uvicorn closes idle connections, shuts down gracefully, and limits the size of headers.  This module adds the other limits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BoundedBodies:
             watching.cancel()
 
     async def _body(self, scope: Scope, receive: Receive, held: Held) -> bytes | JSONResponse:
-        """Returns the whole body, or the response to a refused one.  Raises ClientDisconnect."""
+        """Returns the whole body, or the response if the body is refused.  Raises ClientDisconnect."""
         declared = int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0"))  # h11 checks it
         parts, more = list[bytes](), True
         while True:
@@ -106,9 +106,9 @@ class BoundedBodies:
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's connection with a time limit: it is closed if a request is not complete `seconds` after the connection or its first
-    byte, or if a response is not received in that time.  It reads `conn`, `flow` and `timeout_keep_alive_task` (uvicorn 0.30 to
-    0.54)."""
+    """uvicorn's connection with a time limit: it is closed if a request is not complete `seconds` after the connection or the
+    request began, or if a response is not received in that time.  Reads uvicorn's `conn`, `flow` and `timeout_keep_alive_task`
+    (0.30 to 0.54)."""
 
     def __init__(self, *arguments: Any, seconds: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -148,7 +148,7 @@ class BoundedConnection(H11Protocol):
 
     def _watch(self) -> None:
         """Starts the timer while the server waits for the client, and stops it otherwise.  uvicorn has its own timer for idle
-        connections.  A connection that is being closed waits until the client has read the rest."""
+        connections.  A closing connection waits until the client has read everything."""
         idle = self.timeout_keep_alive_task is not None
         asking = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not idle
         if not (asking or self.flow.write_paused or self.transport.is_closing()):

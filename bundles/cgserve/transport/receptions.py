@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Awaitable, Callable
 
 QUICK, SLOW = 1, 4
-"""Maximum concurrent receptions: of messages younger than `PATIENCE`, and of slower ones."""
+"""Maximum concurrent receptions: in the first `PATIENCE` seconds of a message, and later."""
 
 PATIENCE, LONGEST = 1.0, 30.0
 """Seconds until a message counts as slow, and until its reception fails."""
@@ -22,7 +22,7 @@ class Crowded(Exception):
 
 
 class Receptions:
-    """Receives few messages at once.  The others stay at the client, except for the bytes of HTTP/2's flow control window."""
+    """Receives few messages at once.  Other messages stay at the client, except for the bytes of HTTP/2's flow control window."""
 
     def __init__(self, quick: int = QUICK, slow: int = SLOW, patience: float = PATIENCE) -> None:
         self._turns, self._places, self._patience = asyncio.Semaphore(quick), slow, patience

@@ -195,7 +195,7 @@ def _summary(built: Built, model: str, seconds: float, stages: Table | None) -> 
 
     manifest, many = built.manifest, len(built.manifest.entries) > 1
     distinct = dict.fromkeys([finding for entry in manifest.entries for finding in entry.findings])
-    served = is_language_model(manifest)  # its server pads calls, and all calls write to the cache: no remarks on these
+    served = is_language_model(manifest)  # then the server pads calls, and every call writes to the cache: no notes on these
     findings = list(dict.fromkeys([_line(finding) for finding in distinct if not (served and finding.rule == "mutated-buffer")]))
     fields: list[Field] = [
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
@@ -251,8 +251,8 @@ def _proof(manifest: Manifest, entry: EntrySpec, seconds: Mapping[str, float]) -
             lines.append(f"{share}{meaning}: largest error {worst.error:.1e}, {allowed}{spent}")
     if near_recording(entry):
         lines.append(f"at most {max(proof.distance for proof in proofs):.1e} from what was recorded")
-    rest = [spell(proof.key) for proof in proofs if proof.method == "none"]
-    if rest:
-        label = "not proved" if len(rest) == len(proofs) else f"{len(rest)} of {len(proofs)} int_keys not proved: {listed(rest)}"
+    keys = [spell(proof.key) for proof in proofs if proof.method == "none"]
+    if keys:
+        label = "not proved" if len(keys) == len(proofs) else f"{len(keys)} of {len(proofs)} int_keys not proved: {listed(keys)}"
         lines.append(f"{label}: `cgcompile verify --run` does it where a GPU of {manifest.target.arch} is")
     return lines

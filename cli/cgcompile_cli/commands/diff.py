@@ -31,8 +31,8 @@ def diff(
 
     Compare target, signature, sizes, memory, weights, kernels, nodes,
     findings, options and versions, from the files alone, without GPU and
-    torch. Place and time of a build and signatures do not count. Exit
-    status 1 if the bundles differ.
+    torch. Source, machine and time of a build, and signatures, are not
+    compared. Exit status 1 if the bundles differ.
     """
     from cgcompile.tools.diff.bundle_files import open_bundle
     from cgcompile.tools.diff.compare import IGNORED_FIELDS, compare

@@ -22,7 +22,7 @@ def dir(as_json: AsJson = False) -> None:
     """Print the folder of the cache.
 
     It is $CGCOMPILE_CACHE, else cgcompile in $XDG_CACHE_HOME or ~/.cache.
-    stderr has its size. You may remove it at any time.
+    Its size is written to stderr. You may remove it at any time.
     """
     from cgcompile.util.content_cache import cache_place, kept
 

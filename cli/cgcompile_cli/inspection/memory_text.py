@@ -111,7 +111,7 @@ def rows(places: Sequence[Place], total: int, width: int) -> Iterator[tuple[str,
 
 
 def shades(places: Iterable[Place], memory: str, whole: int, program_bytes: int, width: int) -> str:
-    """Draws how many nodes use each part of a `memory`: `width` characters for `whole` bytes, up to the `program_bytes`."""
+    """Draws how many nodes use each part of `memory`: `width` characters for `whole` bytes, but only the first `program_bytes`."""
     parts = [place for place in places if place.memory == memory]
     begins = [place.begin for place in parts]
     cells = []

@@ -59,7 +59,7 @@ class Names:
 
 
 def roles(entry: EntrySpec, program: Program) -> dict[int, str]:
-    """Maps the values of the call's inputs and outputs, by position in the program, to `input x`, `output y`, or both."""
+    """Maps positions in `program.values` to `input x`, `output y`, or both, for values that are inputs or outputs of the call."""
     texts: dict[int, str] = {}
     for kind, positions, specs in (("input", program.inputs, entry.inputs), ("output", program.outputs, entry.outputs)):
         for position, spec in zip(positions, specs, strict=True):

@@ -78,19 +78,19 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
 
 
 def update(manifest: Manifest) -> list[str]:
-    """Lists the weights that `program.update` can replace, and the others by reason."""
+    """Returns how many weights `program.update` can replace, and which it cannot replace, by reason."""
     if manifest.world:
         return ["refused: each GPU has weights of its own; build the bundle again with other ones"]
     names, frozen = updatable(manifest)
     tables = [name for name in frozen if name.startswith(summary.TABLE)]
-    rest = {name: reason for name, reason in frozen.items() if name not in tables}
+    refused = {name: reason for name, reason in frozen.items() if name not in tables}
     places = {manifest.weights[row.weight].tensor: row.where for row in manifest.frozen}
     where = {row.name: places.get(row.tensor, "") for row in manifest.weights}
-    texts = {name: FROZEN_REASONS.get(reason, reason).format(where=where[name]) for name, reason in rest.items()}
+    texts = {name: FROZEN_REASONS.get(reason, reason).format(where=where[name]) for name, reason in refused.items()}
     reasons = {text: [name for name, reason in texts.items() if reason == text] for text in dict.fromkeys(texts.values())}
     return [
         f"{len(names)} of {count(len(manifest.weights) - len(tables), 'weight')}",
-        *[f"not {listed(group, NAMED)}: {text}" for text, group in sorted(reasons.items(), key=lambda row: rest[row[1][0]])],
+        *[f"not {listed(group, NAMED)}: {text}" for text, group in sorted(reasons.items(), key=lambda row: refused[row[1][0]])],
         *([f"{count(len(tables), 'table')} that the build computed: what was folded, or what kernels look up"] if tables else []),
     ]
 

@@ -35,8 +35,8 @@ def programs(entry: EntrySpec) -> Table:
 
 
 def lowering_fields(entry: EntrySpec, of: str = "") -> list[Field]:
-    """Returns the times of the tried lowerings by int_key, in microseconds, and why others were skipped; [] if there was no choice.
-    `of`: a suffix of the field's name."""
+    """Returns the times of the tried lowerings by int_key, in microseconds, and why other lowerings were skipped; [] for a bundle
+    with one lowering.  `of`: a suffix of the field's name."""
     tried = [(program.key, program.lowerings) for program in entry.programs if program.lowerings]
     if not tried:
         return []

@@ -98,7 +98,6 @@ def _cut(cell: str, head: str, space: int) -> str:
 
 
 def node_table(columns: list[tuple[str, list[str]]]) -> Table:
-    """Makes a line per node."""
     from rich.table import Table
 
     rich_table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

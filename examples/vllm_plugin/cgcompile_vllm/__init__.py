@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.cgcompile")
 
 
 def register() -> None:
-    """vLLM calls it in each of its processes, before it reads its configuration."""
+    """vLLM calls this function in each of its processes, before it reads its configuration."""
     if not os.environ.get(FOLDER):
         return
     import vllm
@@ -37,7 +37,7 @@ def register() -> None:
         return
     if not current_platform.is_cuda():
         return
-    # The compiled model in one file, which loads faster.  It is vLLM's default from torch 2.12 on.
+    # vLLM then stores the compiled model in one file, which loads faster.  This is vLLM's default from torch 2.12 on.
     os.environ.setdefault("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
     if not (Path(os.environ[FOLDER]) / GRAPHS).exists():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of this process cannot be observed

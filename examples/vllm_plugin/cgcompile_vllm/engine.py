@@ -32,12 +32,10 @@ class KeptGraph(torch.cuda.CUDAGraph):
         super().__init__(True)
 
     def capture_begin(self, *args: Any, **options: Any) -> None:
-        """Clears cuBLAS's workspaces first."""
         torch._C._cuda_clearCublasWorkspaces()
         super().capture_begin(*args, **options)
 
     def capture_end(self) -> None:
-        """Clears cuBLAS's workspaces afterwards."""
         super().capture_end()
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -97,8 +95,8 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def write_inputs(runner: Any, key: Key) -> None:
-    """Writes inputs for a replay, like a step of the engine: all tokens differ, and each has its own place in the KV cache.  A
-    capture leaves inputs that write nothing to the cache, and only the last graph's attention schedule."""
+    """Writes inputs for a replay, like a step of the engine: all tokens differ, and each has its own place in the KV cache.  After
+    a capture, the inputs write nothing to the cache, and the attention schedule is that of the last graph."""
     kind, tokens = key[0], int(key[1])
     if kind == "full":
         prepare_inputs_to_capture(
@@ -124,7 +122,7 @@ def wrappers() -> dict[int, CUDAGraphWrapper]:
 def captured_pieces(parts: Mapping[int, CUDAGraphWrapper]) -> tuple[list[Piece], dict[Key, Any], dict[str, torch.Tensor]]:
     """Returns the graphs of the parts in the replay order of a forward pass, the graphs by key, and the tensors that they return.
 
-    Tensors are named by their place in a part's result, because shared memory differs from process to process.
+    Tensors are named by their place in a part's result, because which tensors share memory differs from process to process.
     """
     pieces: list[Piece] = []
     graphs: dict[Key, Any] = {}

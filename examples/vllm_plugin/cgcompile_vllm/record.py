@@ -16,8 +16,8 @@ NAME = "engine.json"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """`config`: configuration and versions, as text.  `compiled`: the name of the compiled model in vLLM's cache.  `cache`: bytes
-    for the KV cache; `free`: free bytes of the GPU at that measurement.  `hidden`: shape and dtype of the whole model's output.
-    `pieces`: the graphs of its parts."""
+    for the KV cache; `free`: free bytes of the GPU when `cache` was measured.  `hidden`: shape and dtype of the whole model's
+    output.  `pieces`: the graphs of the model's parts."""
 
     config: str
     compiled: str

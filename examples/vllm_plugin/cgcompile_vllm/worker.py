@@ -3,7 +3,7 @@
 Replaced at run time:
 
 - `parallel_config.worker_cls`, if it is "auto" (`register`): selects this class.
-- `model_runner.capture_model` of this worker's runner: saves afterwards, or attaches instead.
+- `model_runner.capture_model` of this worker's runner: saves graphs after the capture, or attaches graphs instead.
 - `torch.cuda.CUDAGraph`, while `capture_model` runs in a start that saves: vLLM does not ask torch to keep a graph's nodes.
 """
 
@@ -36,14 +36,14 @@ AGAIN = ("engine-differs", "recordings-differ", "addresses-equal")
 """Codes of errors that may not occur in the next start."""
 
 SLACK = 256 << 20
-"""Maximum bytes of GPU memory by which less may be free than when the record was saved."""
+"""Less GPU memory may be free than when the record was saved, by at most this many bytes."""
 
 
 class GraphWorker(Worker):
-    """A worker of one GPU.  If something does not fit, it logs one line, and vLLM starts as usual."""
+    """A worker of one GPU.  If the graphs cannot be saved or attached, it logs one line, and vLLM starts as usual."""
 
     def init_device(self) -> None:
-        """Decides what this start does, before CUDA is used."""
+        """Decides whether this start saves or attaches, before CUDA is used."""
         self._folder = Path(os.environ[FOLDER])
         self._config = self._configuration()
         self._record: Record | None = None
@@ -78,7 +78,7 @@ class GraphWorker(Worker):
         return "save"
 
     def _configuration(self) -> str:
-        """Returns the settings that must equal those of the start that saved."""
+        """Returns the settings that must equal those of the start that saved the graphs."""
         model, scheduler, cache = self.model_config, self.vllm_config.scheduler_config, self.cache_config
         compilation = self.vllm_config.compilation_config
         parts = {
@@ -101,7 +101,7 @@ class GraphWorker(Worker):
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
-        """Returns the bytes for the KV cache: those of the first start, if enough memory is free."""
+        """Returns the bytes for the KV cache: those of the first start, if enough memory is free (SLACK)."""
         free = torch.cuda.mem_get_info()[0]
         record = self._record
         if record is None or not self._role or free < record.free - SLACK:
