@@ -47,7 +47,9 @@ def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
         if settings.name:
             raise ServeError("--name is for a bundle; the models of a folder have the names of their folders", "leave --name out")
         if settings.options.tokenizer is not None:
-            raise ServeError("--tokenizer is for a bundle", "in a folder put tokenizer.json and its like beside each bundle")
+            raise ServeError(
+                "--tokenizer is for a bundle", "in a folder, put tokenizer.json and tokenizer_config.json beside each bundle"
+            )
         if settings.options.adapters or settings.adapter_root is not None:
             raise ServeError("--adapter and --adapter-root are for a bundle", "serve the bundle of the model by itself")
         return partial(scan, path), False
@@ -74,7 +76,7 @@ def read_access(settings: Settings) -> tuple[tuple[bytes, ...], dict[str, Any]]:
             path.read_bytes()  # the error of the next line does not name the missing file
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.certificate, settings.private_key)
     except ssl.SSLError:
-        text = f"{settings.certificate}: no certificate in PEM to which {settings.private_key} is the key"
+        text = f"{settings.certificate}: no PEM certificate that belongs to the key {settings.private_key}"
         raise ServeError(text, "openssl x509 -in FILE -noout -text shows a certificate") from None
     except OSError as error:
         raise ServeError(f"{error.filename}: {error.strerror}", "name a file that can be read") from None

@@ -123,7 +123,7 @@ def show_generation(report: GenerationBenchmark) -> None:
     machine, ours = report.machine, report.ways[0]
     show(record([
         ("bundle", f"{report.name}, {report.target}, {count(report.rounds, 'round')}; ratio = bundle / baseline, in tokens/s"),
-        ("tokens", f"{report.tokens} behind prompts of {report.prompt}, greedily"),
+        ("tokens", f"{report.tokens} tokens after prompts of {report.prompt} tokens, greedy"),
         ("machine", f"{machine.processor}, {count(machine.cores, 'core')}, load average {machine.load:.1f}"),
         ("with", ", ".join([f"{name} {version}" for name, version in machine.versions])),
         ("date", machine.date),

@@ -30,8 +30,8 @@ class LanguageFamilies:
         self.requests = counter("requests", "Requests by HTTP status.", "path", "code")
         self.prompt = counter("prompt_tokens", "Tokens of prompts.")
         self.generated = counter("generated_tokens", "Tokens that were made.")
-        self.first = histogram("first_token_seconds", "To a request's first text.", SECONDS)
-        self.whole = histogram("request_seconds", "To a request's end.", SECONDS)
+        self.first = histogram("first_token_seconds", "Seconds to the first text of a request.", SECONDS)
+        self.whole = histogram("request_seconds", "Seconds to the end of a request.", SECONDS)
         self.calls = histogram("call_seconds", "Calls of the model.", SECONDS, "entry")
         self.lanes = histogram("call_lanes", "Lanes of a call: requests, or pieces of prompts.", LANES, "entry")
         self.gauges = {name: Gauge(f"cgbundle_llm_{name}", text, ("model",), registry=registry) for name, text in GAUGES.items()}

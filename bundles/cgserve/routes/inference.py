@@ -188,7 +188,7 @@ def _model_and_version(request: Request) -> tuple[str, str | None]:
 async def infer(serving: Callable[[], Awaitable[Serving]], request: Request, body: bytes, tell: Tell) -> Response:
     """Answers an inference request with the body `body`, using the version that `serving` returns.  Raises Refusal."""
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise Refusal(415, "Content-Encoding: this server takes none")
+        raise Refusal(415, "Content-Encoding: compressed bodies are not supported")
     header = request.headers.get(HEADER)
 
     def read(ports: Ports) -> Awaitable[InferRequest]:

@@ -68,7 +68,11 @@ class OpenAI:
         if name is None:
             if len(serving) == 1:
                 return next(iter(serving.values()))
-            raise Refusal(400 if serving else 503, f"model: expected one of {', '.join(serving) or 'none that serves'}", "model")
+            raise Refusal(
+                400 if serving else 503,
+                f"model: expected one of {', '.join(serving)}" if serving else "no language model is loaded",
+                "model",
+            )
         if name in self._known():
             raise Refusal(503, f"no version of {name!r} serves as a language model", "model", retry_after=1)
         names = ", ".join([*serving, *adapted])

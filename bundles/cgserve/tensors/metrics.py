@@ -21,16 +21,14 @@ class Metrics:
         self.requests = Counter("cgbundle_requests", "Requests by HTTP status.", (*OWNER, "code"), registry=every)
         self.rows = Counter("cgbundle_rows", "Rows of requests that were answered.", OWNER, registry=every)
         self.recorded = Counter(
-            "cgbundle_recorded_rows", "Rows that were computed for them: recorded sizes.", OWNER, registry=every
+            "cgbundle_recorded_rows", "Computed rows of answered requests, with padding.", OWNER, registry=every
         )
-        self.batch = Histogram("cgbundle_batch_rows", "Rows that went together.", OWNER, buckets=ROWS, registry=every)
+        self.batch = Histogram("cgbundle_batch_rows", "Rows of a call.", OWNER, buckets=ROWS, registry=every)
         self.waited = Histogram("cgbundle_queue_seconds", "How long requests waited.", OWNER, buckets=SECONDS, registry=every)
         self.call = Histogram("cgbundle_call_seconds", "How long replays took.", OWNER, buckets=SECONDS, registry=every)
         self.waiting = Gauge("cgbundle_waiting_requests", "Requests that wait.", OWNER, registry=every)
         self.memory = Gauge("cgbundle_memory_bytes", "Memory of a loaded bundle.", (*OWNER, "memory"), registry=every)
-        self.loads = Counter(
-            "cgbundle_loads", "Versions that were loaded, by what came of it.", ("model", "result"), registry=every
-        )
+        self.loads = Counter("cgbundle_loads", "Loads of versions, by result.", ("model", "result"), registry=every)
         self.phases = Gauge("cgbundle_load_seconds", "The last load of a version.", (*OWNER, "phase"), registry=every)
 
     def watch(self, model: str, version: int, ports: Ports, batch: Batch) -> None:

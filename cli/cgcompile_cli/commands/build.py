@@ -254,5 +254,5 @@ def _proof(manifest: Manifest, entry: EntrySpec, seconds: Mapping[str, float]) -
     keys = [spell(proof.key) for proof in proofs if proof.method == "none"]
     if keys:
         label = "not proved" if len(keys) == len(proofs) else f"{len(keys)} of {len(proofs)} int_keys not proved: {listed(keys)}"
-        lines.append(f"{label}: `cgcompile verify --run` does it where a GPU of {manifest.target.arch} is")
+        lines.append(f"{label}: run `cgcompile verify --run` on a machine with a GPU of {manifest.target.arch}")
     return lines

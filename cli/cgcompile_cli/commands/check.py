@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MEANING = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
 COLOURS = {"refuse": "bold red", "host": "yellow", "note": "dim"}
 
-BRANCH, ONE_WAY = "data-dependent-branch", ", of the one way through that branch which the example inputs took"
+BRANCH, ONE_WAY = "data-dependent-branch", " of the path that the example inputs took"
 """The rule of a data-dependent branch or loop, and a text about the regions of a model with such a finding."""
 
 OPERATIONS = 8

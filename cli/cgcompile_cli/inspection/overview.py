@@ -23,8 +23,8 @@ NAMED = 6
 """Maximum weights of a kind that are listed."""
 
 FROZEN_REASONS = {
-    "folded": "folded, the code holds values that the build computed from it; for other ones build again",
-    "baked": "Python read its value at {where} while the bundle was built; for other ones build again",
+    "folded": "folded, the code holds values that the build computed from it; for other values, build again",
+    "baked": "Python read its value at {where} while the bundle was built; for other values, build again",
     "constant": "a constant of the model, which no state_dict holds",
     "state": "state, which calls change; `program.state` writes it",
 }

@@ -53,9 +53,9 @@ def is_chain(nodes: Sequence[NodeRow]) -> bool:
 
 
 def heading(manifest: Manifest, program: Program, index: int, nodes: Sequence[NodeRow]) -> list[str]:
-    """Returns `step 0, graph model: 22 nodes, each behind the one before (graphs/model-4.bin)`, and a line about parentheses."""
+    """Returns `step 0, graph model: 22 nodes, each after the one before (graphs/model-4.bin)`, and a line about parentheses."""
     step = program.steps[index]
-    order = ", each behind the one before" if is_chain(nodes) and len(nodes) > 1 else ""
+    order = ", each after the one before" if is_chain(nodes) and len(nodes) > 1 else ""
     lines = [f"step {index}, graph {manifest.regions[step.region].name}: {count(len(nodes), 'node')}{order} ({step.file})"]
     has_values = any(reference.name.endswith(")") for node in nodes for reference in node.references)
     return [*lines, *(["(in parentheses: what lies at a place when the step begins or ends)"] if has_values else [])]

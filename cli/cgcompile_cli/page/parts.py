@@ -103,7 +103,7 @@ def _anchor(entry: EntrySpec, program: int, step: int) -> str:
 def nodes(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Iterator[Html]:
     """Yields the nodes of every graph step of every int_key: a list that can be filtered by typing or by clicking a name."""
     hows = [tag("span", how, class_=CLASSES[how]) for how in HOWS]
-    about = "reads, writes, or both; a recording does not say which. In parentheses stands what lies at a place"
+    about = "reads, writes, or both; a recording does not say which. Parentheses show what is at an address"
     yield tag("p", "In an order in which they run. ", joined(hows, ", "), f": {about} when the step begins or ends.", class_="soft")
     listed = _listed_programs(steps)
     opened = False
@@ -131,7 +131,7 @@ def _listed_programs(steps: Sequence[Steps]) -> set[int]:
 def _list(manifest: Manifest, entry: EntrySpec, index: int, place: int, node_rows: Sequence[NodeRow], opened: bool) -> Html:
     program = entry.programs[index]
     chain = is_chain(node_rows)
-    shape = "each behind the one before" if chain else "in several branches"
+    shape = "each after the one before" if chain else "in several branches"
     region = manifest.regions[program.steps[place].region].name
     about = f"graph {region}, {count(len(node_rows), 'node')}" + (f", {shape}" if len(node_rows) > 1 else "")
     box = tag("input", type="search", placeholder="narrow: a kernel, a weight, arena+0", aria_label="Narrow the list of nodes")

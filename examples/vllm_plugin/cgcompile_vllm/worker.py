@@ -165,7 +165,7 @@ class GraphWorker(Worker):
         runner, manager, record = self.model_runner, self.model_runner.cudagraph_manager, self._record
         assert record is not None
         if record.compiled != self._compiled():
-            raise ValueError("the model is compiled otherwise than when the graphs were saved")
+            raise ValueError("the compiled model differs from that of the saved graphs")
         tensors = engine.engine_tensors(runner)
         if record.hidden is not None:
             shape, dtype = record.hidden

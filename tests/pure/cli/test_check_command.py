@@ -66,7 +66,7 @@ def test_the_one_way_through_a_branch_is_not_told_as_the_model(call: Any) -> Non
     heading = "2 graphs, 1 host region"
     for rule, behind in (
         ("mutated-buffer", ""),
-        ("data-dependent-branch", ", of the one way through that branch which the example inputs took"),
+        ("data-dependent-branch", " of the path that the example inputs took"),
     ):
         assert heading + behind in call(replace(REPORT, findings=(replace(BUFFER, rule=rule),))).stdout.splitlines()
 

@@ -216,7 +216,7 @@ def test_a_line_per_node(bundle: Path) -> None:
 
 def test_a_chain_needs_no_column_that_says_so() -> None:
     shown = call("inspect", HOME / "gpt_two.cgb", "--graph", "4").stdout
-    assert "22 nodes, each behind the one before" in shown
+    assert "22 nodes, each after the one before" in shown
     head, *lines = shown.splitlines()[-23:]
     assert head.split() == ["#", "kernel", "grid", "cluster", "block", "shared", "memory"]
     assert [int(line.split()[0]) for line in lines] == list(range(22))
@@ -532,7 +532,7 @@ def test_weights_that_python_read_are_listed_with_the_line() -> None:
     rows = [FrozenWeight(weight=at, reason="baked", sha256="0" * 64, where=f"model.py:{at + 3}") for at in (0, 1)]
     lines = [line.replace(", tied.bias", "") for line in overview.update(replace(base, frozen=tuple(rows)))[1:]]
     names = [base.weights[row.weight].name for row in rows]
-    text = "Python read its value at model.py:{} while the bundle was built; for other ones build again"
+    text = "Python read its value at model.py:{} while the bundle was built; for other values, build again"
     assert lines == [f"not {name}: {text.format(at + 3)}" for at, name in enumerate(names)]
 
 

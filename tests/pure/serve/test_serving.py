@@ -50,7 +50,7 @@ def test_keys_and_certificates(tmp_path: Path) -> None:
         (Settings(keys=tmp_path / "none"), "none: No such file"),
         (Settings(certificate=junk), "--tls-cert and --tls-key belong together"),
         (Settings(certificate=junk, private_key=tmp_path / "none"), "none: No such file"),
-        (Settings(certificate=junk, private_key=junk), "junk: no certificate in PEM"),
+        (Settings(certificate=junk, private_key=junk), "junk: no PEM certificate"),
     ):
         with pytest.raises(ServeError, match=text):
             read_access(settings)
