@@ -206,7 +206,7 @@ class Ambiguous(nn.Module):
 
 
 class Sized(nn.Module):
-    """A computed number is the size of a tensor, after a branch that is traced."""
+    """A number that Python computes from data is the size of a tensor; before it comes a branch that is traced."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:
