@@ -56,7 +56,8 @@ def missing(model: Model, seconds: float) -> dict[str, Any]:
 
 
 def needed(model: Model, level: str, cache: Path) -> tuple[Path | None, str]:
-    """Returns (path, "") of a bundle newer than the code, which it builds if necessary, or (None, the error)."""
+    """Returns the path of a bundle newer than the code, and "". Builds the bundle if necessary; if that fails, returns None and the
+    error."""
     path = path_of(model, level, cache)
     manifest = path / "manifest.json"
     newest = max(os.path.getmtime(file) for file in cases.sources())
@@ -72,9 +73,9 @@ def build_all(
 ) -> list[dict[str, Any]]:
     """Returns the rows of all models at all levels, ordered by model.
 
-    With `alone`, the first model's inductor bundle is built before all others, so that nothing disturbs its benchmarks. The first
-    model's autotuning takes longest and starts first; all other autotuning starts last. Builds that have not started after
-    `seconds` are skipped.
+    With `alone`, the first model's inductor bundle is built before all others, so that nothing disturbs its benchmarks. Of the
+    other builds, the first model's max-autotune build takes longest and starts first; all other max-autotune builds start last.
+    Builds that have not started after `seconds` are skipped.
     """
     until = None if seconds is None else time.perf_counter() + seconds
     pairs = [(model, level) for model in models for level in model.levels if level in levels]

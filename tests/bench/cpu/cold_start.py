@@ -37,7 +37,8 @@ class Measured:
 
     @property
     def fastest_eager(self) -> str:
-        """Returns the variant that loads weights without initializing them first; transformers always does that."""
+        """Returns the fastest variant of eager PyTorch: the one without initialization of weights. Models that load their own
+        weights with transformers never initialize them."""
         return "eager" if self.case.own_weights else "uninitialized"
 
     def parts(self) -> dict[str, list[float]]:

@@ -1,6 +1,6 @@
 """Measures how fast weights outside the page cache are read: `tests/bench/cpu/weight_reads.py FILE [GB]`.
 
-Prints GB/s of the runtime's reader, driven like an upload but without a GPU, beside `dd`. The readers alternate, and the file's
+Prints GB/s of the runtime's reader, called as in an upload but without a GPU, beside `dd`. The readers alternate, and the file's
 pages are dropped before each. Also prints how much of the file the page cache holds afterwards.
 """
 
@@ -46,7 +46,8 @@ def main(path: str, gigabytes: str = "1") -> None:
 
 
 def read(file: int, size: int, *, around: bool) -> None:
-    """Reads the file as `Upload` does; with `around`, as on a machine with little memory."""
+    """Reads the file as `Upload` does; with `around`, as if the file were larger than half of the memory: then the reads bypass the
+    page cache."""
     how: Way = way(size)
     groups = chunks([Piece(0, size, 0)], how.chunk)
     if around:
