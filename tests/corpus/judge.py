@@ -43,7 +43,8 @@ PLACE = re.compile(r"[^\s:'\"()]+\.py:\d+")
 
 
 def judge(case: Case, target: str, bundle: Path, prove: str) -> Row:
-    """Builds `case` at `bundle` and compares it if this machine can run it. Errors that are not CgbundleError are raised."""
+    """Builds `case` at `bundle`, and compares the bundle if this machine can run it. Errors that are not CgbundleError are
+    raised."""
     begun = time.perf_counter()
     module, inputs = case.build()
     stages = {"make": time.perf_counter() - begun}
@@ -93,7 +94,7 @@ def refusal(case: Case, target: str, error: CgbundleError) -> Row:
 
 def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float]) -> Row:
     """Loads a bundle and calls it at every recorded size and between them. Adds its times to `stages`."""
-    # eager PyTorch's convolutions use TF32: captured bundles have bounds that allow for it, cross-compiled ones have not
+    # eager PyTorch's convolutions use TF32: the bounds of captured bundles allow for it, those of cross-compiled bundles do not
     torch.backends.cudnn.allow_tf32 = target == "cuda"
     taken = dict(stages)
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Mutations of a bundle's files, drawn from a `random.Random`. All are pure functions from bytes to bytes, except `planted`.
+"""Mutations of a bundle's files, drawn from a `random.Random`. The functions return new data and change no file, except `planted`.
 
 Hashes are recomputed afterwards (`seal`), so that later checks are reached.
 """
@@ -83,7 +83,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _change(tree: Any, draw: random.Random) -> None:
-    """Changes one place of a JSON value, found by a random walk."""
+    """Changes one value inside a JSON value, which a random walk selects."""
     while True:
         keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
         if not keys:
@@ -154,7 +154,7 @@ def _depth(value: Any) -> int:
 
 
 def text(data: bytes, draw: random.Random) -> bytes:
-    """Changes a manifest's text in ways that no dict can hold, and seals it: a number is replaced, or a field occurs twice."""
+    """Changes a manifest's text in ways that no dict can represent, and seals it: replaces a number, or repeats a field."""
     zeroed = _SEAL.sub(_EMPTY, data)
     if draw.random() < 0.9:
         match = draw.choice(list(NUMBER.finditer(zeroed)))
@@ -166,7 +166,7 @@ def text(data: bytes, draw: random.Random) -> bytes:
 
 
 PAIR = re.compile(rb'\{\n?("[^"\\]*":)')
-"""The first name of an object in a JSON text."""
+"""Matches the first name of an object in a JSON text."""
 
 
 def twice(data: bytes, draw: random.Random) -> bytes:
@@ -200,12 +200,12 @@ def planted(folder: Path, folders: Sequence[str], draw: random.Random) -> Path:
 
 
 Row = tuple[int, int, int]
-"""Memory, first byte, end."""
+"""A range of bytes: memory, first byte, end."""
 
 
 def writing(data: bytes, marks: Sequence[tuple[int, int]], draw: random.Random) -> tuple[bytes, list[Row]]:
-    """Adds a memset or memcpy to a recording. Returns the recording and the rows of bytes that it writes. `marks` are (memory,
-    offset) where a value begins or ends."""
+    """Adds a memset or memcpy to a recording. Returns the recording and the ranges that the new node writes, as `Row`s. `marks` are
+    (memory, offset) at which values begin or end."""
     recording = decode(data)
     memory, offset = draw.choice(marks)
     offset = max(0, offset + draw.choice((0, 0, -1, 1, -4, 4, -64, 256)))

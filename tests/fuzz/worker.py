@@ -71,7 +71,7 @@ class Golden:
         self._changed: list[str] = []
 
     def write(self, files: dict[str, bytes], manifest: bytes) -> None:
-        """Writes these changes, and undoes those of the last case."""
+        """Undoes the changes of the last case, and writes these files."""
         self.refused = ""
         if self.planted is not None:
             self.planted.rmdir() if self.planted.is_dir() and not self.planted.is_symlink() else self.planted.unlink()
@@ -206,7 +206,8 @@ def size_of(row: dict[str, Any]) -> int:
 
 
 def weights_of(manifest: Manifest) -> dict[str, str]:
-    """Returns the tensor of every constant of the code. If they change, it is another model, whose answers are unknown."""
+    """Returns the tensor of every constant of the code. A bundle with other constants is another model, whose right answers are
+    unknown."""
     return {name: manifest.weights[weight].tensor for region in manifest.regions for name, weight in region.constants}
 
 

@@ -1,1 +1,1 @@
-"""Programs that run for minutes to hours: they count failures, mixed-up answers and growth."""
+"""Programs that run for minutes to hours. They count failures and answers of the wrong bundle, and measure growing resources."""
