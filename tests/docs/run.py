@@ -32,7 +32,7 @@ PORT = "8123"
 
 DEAR = ("slow", "gpu")
 PATIENCE = 300
-"""Seconds within which a background command must print its first line."""
+"""Seconds within which a background command must print the output that the page shows."""
 
 
 class Runner:
