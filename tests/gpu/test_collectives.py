@@ -1,4 +1,5 @@
-"""cgcompile's collectives between two GPUs: right results, the same bits on both, any order of launches, and a missing rank."""
+"""cgcompile's collectives between two GPUs: right results, the same bits on both GPUs, launches in any order, and a rank that is
+missing."""
 
 from __future__ import annotations
 

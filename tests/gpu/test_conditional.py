@@ -1,4 +1,4 @@
-"""Conditional nodes on a GPU: handmade rows, then cross-compiled bundles."""
+"""Conditional nodes on a GPU: handmade recordings, then cross-compiled bundles."""
 
 from __future__ import annotations
 

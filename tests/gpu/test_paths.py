@@ -21,7 +21,7 @@ import cgcompile  # noqa: E402
 
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 DIFFERENT, TURNS = 200, 5
-"""Number of inputs, and how often a program runs all of them in another order."""
+"""Number of inputs, and how often a program runs all of them, each time in another order."""
 
 MODELS = ("EarlyReturns", "Breaks", "Numbers", "State", "Written", "Parts", "Best", "Again", "Nested", "Twelve")
 RAISING = ("Numbers",)

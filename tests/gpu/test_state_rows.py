@@ -1,5 +1,5 @@
-"""State with a number of rows chosen at load time, on a GPU: captured and cross-compiled; and a language model with two sizes of
-its cache."""
+"""State with a number of rows chosen at load time, in captured and cross-compiled bundles on a GPU; and a language model with two
+sizes of its cache."""
 
 from __future__ import annotations
 
