@@ -20,7 +20,7 @@ SIZE = 40_000
 
 
 class Large(nn.Module):
-    """A compiler may put these outputs into memory of each other, of a weight, a constant or the input."""
+    """A compiler may put these outputs into memory of another output, a weight, a constant or the input."""
 
     steps: Tensor
 

@@ -180,7 +180,7 @@ def restriction(allowed: Sequence[int], biases: dict[int, float], lanes: int, *,
 
 
 def test_a_restricted_token_is_the_likeliest_of_those_that_may_come(llama: Any) -> None:
-    """Masks and biases stay in a slot until they are cleared; a lane that is not deferred leaves none."""
+    """Masks and biases stay in a slot until a call clears them. A lane that is not deferred stores none."""
     plain, engine = Engine(llama), Engine(llama)
     for instance, options in ((plain, {"alternatives": 20}), (engine, {"deferred": 1})):
         instance.add("a", prompt(9), 40, **options)
@@ -244,7 +244,7 @@ def test_a_bundle_gives_the_same_tokens(folder: Path) -> None:
 
 
 def test_a_bundle_chooses_among_the_tokens_that_may_come(folder: Path) -> None:
-    """Greedy and sampled tokens, with biases that a slot keeps, equal those of the model in eager PyTorch."""
+    """Greedy and sampled tokens, with biases that are stored in a slot, equal those of the model in eager PyTorch."""
     model, runs = causal_model(str(folder / "llama")), []
     with cgbundle.load(folder / "llama.cgb") as program:
         for entries in (program, model):
@@ -329,7 +329,8 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
 @pytest.mark.parametrize("turns", [1, 8])
 @pytest.mark.parametrize("name", ["phi3, long rope", "llama, long rope", "llama, dynamic rope"])
 def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None:
-    """After 24 tokens a Phi-3 recomputes its text; other models continue with new factors. Requests share calls and lose pages."""
+    """After 24 tokens, Phi-3 recomputes its text with new rope factors; other models continue without recomputation. Requests run
+    in the same calls, and some lose their pages."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler
@@ -349,7 +350,7 @@ def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None
 
 
 def test_equal_beginnings_change_no_bit(folder: Path) -> None:
-    """Requests with the same 32 first tokens, greedy and sampled, give the same bits with shared pages and with their own."""
+    """Requests with the same 32 first tokens, greedy and sampled, give the same bits with shared pages and without."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler

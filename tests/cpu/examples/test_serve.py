@@ -146,7 +146,7 @@ def test_those_who_went_away_make_room_in_a_full_queue(batching: ModuleType) -> 
 
 
 def test_every_answer_is_its_own(batching: ModuleType) -> None:
-    """300 requests at random times get the answers of their rows; no call is too large or mixes lengths."""
+    """Each of 300 requests at random times gets the answer for its row. No call is too large or mixes lengths."""
     draw, model = random.Random(0), Model(seconds=0.001)
     rows = [[draw.randrange(20, 10**6) for _ in range(draw.randrange(5))] for _ in range(300)]
 

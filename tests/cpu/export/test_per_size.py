@@ -27,7 +27,7 @@ from tests.helpers.raising import raises
 
 
 class Holding(nn.Module):
-    """A function of a module's tensors."""
+    """Calls a function with this module, which has several tensors, and the inputs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def counted(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_only_size_of_a_model_with_state_is_a_constant() -> None:
-    """It needs no padding, and a symbol would make tracing and compiling slower."""
+    """Such a model needs no padding, and a symbolic size would make tracing and compiling slower."""
     exported_model = exported(counted, batch=(8,))
     assert not exported_model.programs.dynamic and "one size" in exported_model.programs.reason and len(exported_model.shapes) == 1
     assert describe_signature(exported_model).outputs[0].shape == (8, 8)
@@ -274,7 +274,7 @@ def on_fake(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 
 def on_fake_inputs(m: Holding, x: torch.Tensor) -> torch.Tensor:
-    """The same condition for any tensor."""
+    """Like `on_fake`, but asks about the input."""
     return m.linear(x) * (2 if is_fake(x) else 3)
 
 
@@ -301,7 +301,7 @@ def test_a_model_that_does_otherwise_while_it_is_traced_is_told_that_it_is_not(
 
 
 def masked(m: Holding, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Reads a mask that is an input, except during tracing, where it then fails."""
+    """Reads a mask that is an input, except during tracing; the traced program then fails."""
     if not is_fake(mask):
         return m.linear(x) if mask.all() else m.linear(x) * 2
     return m.linear(x) + mask[:, :5]

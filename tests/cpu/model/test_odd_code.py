@@ -1,5 +1,5 @@
-"""User code that raises in unexpected places: its own exceptions, objects that cannot be inspected, numbers that Python reads. Each
-gives a one-line error, or no error."""
+"""User code that raises in unexpected places: exceptions of the user's classes, objects that cannot be inspected, numbers that
+Python reads. Every case gives a one-line error, or no error."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_what_is_no_program_is_refused_with_its_line(function: Callable[..., Any
 
 
 def larger(model: Function, x: torch.Tensor) -> torch.Tensor:
-    largest = max(x.max(), 1.5)  # torch.export makes this an operation that reads no value
+    largest = max(x.max(), 1.5)  # torch.export makes an operation of this, so no value is read
     return x * largest if x.sum() > 0 else x - min(x.min(), 0.25)
 
 
