@@ -46,7 +46,8 @@ def inputs(batch):
 
 
 def test_its_kernel_is_in_the_bundle_and_nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache entry would be found by the exported program, which does not contain the kernel's source."""
+    """Lowered programs of user kernels are not cached: the exported program, which is the key of the cache, does not contain the
+    kernel's source."""
     monkeypatch.setattr(jobs, "recall", None)
     monkeypatch.setattr(jobs, "remember", None)
     file = tmp_path / "shifting.py"

@@ -81,7 +81,7 @@ def test_what_was_asked_for_longest_ago_goes_first(caching: ModuleType, folder: 
 def test_a_copy_on_every_device(
     caching: ModuleType, bundle: Path, folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CPU stands for two GPUs: both replicas are tested, and calls alternate."""
+    """The CPU replaces two GPUs: both replicas are tested, and calls alternate between them."""
     asked_for, called = [], []
 
     def load(path: str, *, devices: tuple[int, ...], replicas: bool) -> Replicas:
@@ -156,7 +156,7 @@ def test_a_new_version_is_found_while_requests_come(caching: ModuleType, folder:
 
 
 def test_a_model_that_cannot_be_served_costs_no_other_its_place(caching: ModuleType, folder: Path, size: int) -> None:
-    """It is not read again until one of its files changes."""
+    """The refused model is not read again until one of its files changes."""
     program = folder / "b" / "1" / "model.cgb" / file_names.PROGRAM
     right = program.read_bytes()
     program.write_bytes(b"damaged")

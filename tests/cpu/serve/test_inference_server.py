@@ -37,8 +37,8 @@ STARTS = 300
 
 
 def shifted(bundle: Path, folder: Path, shift: float, examined: bool = True) -> Path:
-    """Returns a copy of the tiny bundle whose answers are larger by `shift`, by its last bias. With `examined`, its self-test
-    fits."""
+    """Returns a copy of the tiny bundle whose last bias, and so every answer, is larger by `shift`. With `examined`, its self-test
+    expects these answers."""
     shutil.copytree(bundle, folder)
     _add(folder / file_names.WEIGHTS, lambda name: name == "2.bias", shift)
     if examined:
@@ -323,7 +323,7 @@ def test_tritons_client_talks_to_it(server: Server, triton: ModuleType, eager: A
             answer = client.infer("tiny", [tensor], outputs=wanted, request_id="7", timeout=10_000_000)
             assert numpy.allclose(answer.as_numpy("output"), eager(x) + 1, atol=1e-5)
             assert (answer.get_response()["id"], answer.get_response()["model_version"]) == ("7", "1")
-    answer = client.infer("tiny", [tensor], model_version="1")  # without outputs in the request: all, as bytes
+    answer = client.infer("tiny", [tensor], model_version="1")  # a request without outputs gets all outputs, as bytes
     assert answer.as_numpy("output").shape == (3, 3)
 
 
@@ -472,7 +472,7 @@ def test_models_come_and_go(folder: Folder, bundle: Path) -> None:
         assert client.ask("GET", "/v2/models/second")[1] == {"error": "no model 'second'; there are tiny"}
 
 
-# --- limits and the end -----------------------------------------------------------------------------------------------
+# --- limits and shutdown ----------------------------------------------------------------------------------------------
 
 
 def at_once(server: Server, clients: int, **more: Any) -> list[tuple[int, Any, dict[str, str]]]:
@@ -494,7 +494,7 @@ def at_once(server: Server, clients: int, **more: Any) -> list[tuple[int, Any, d
 
 
 def test_too_many_are_told_to_come_back_and_the_late_that_they_are(folder: Folder) -> None:
-    """Requests wait up to 10 s to fill the batch of 4, unless their timeout is shorter."""
+    """Requests wait up to 10 s until a batch of 4 is full, or until their own timeout of 2 s."""
     with serving(folder.path / "models", "--wait", 10_000, "--queue", 2, "--largest", 1) as server:
         client = server.ready()
         answers = at_once(server, 6, parameters={"timeout": 2_000_000})
@@ -580,7 +580,7 @@ def test_what_the_protocol_has_no_words_for(versions: ModuleType) -> None:
 
 
 def test_axes_are_told_as_they_are(versions: ModuleType) -> None:
-    """A fixed axis is a number, as in `shape`."""
+    """In metadata, a fixed axis is a number."""
     mixed = TensorSpec(name="x", dtype="float32", shape=("batch", 3, ("+", ("*", "seq", 2), 1)), order=(0, 1, 2))
     [port] = described(inputs=(mixed,)).inputs
     assert (port.shape, port.axes) == ((-1, 3, -1), ("batch", 3, "2*seq+1"))

@@ -252,7 +252,7 @@ def test_echo(server: Running) -> None:
 
 
 def test_log_probabilities_of_a_prompt(server: Running) -> None:
-    """The first token has none. Stop strings and stop tokens in the prompt have no effect."""
+    """The first token has no log-probability. Stop strings and stop tokens in the prompt have no effect."""
     prompt = byte_tokenizer().encode("abEc").ids
     asked = {"echo": True, "logprobs": 2, "stop": "E", "stop_token_ids": prompt[2:3]}
     completion = server.complete(prompt, max_tokens=3, **asked)
@@ -346,7 +346,7 @@ def test_too_many_are_told_to_come_back(folder: Path) -> None:
 
 
 def test_the_next_step_is_prepared_while_one_runs(folder: Path) -> None:
-    """A repeated prompt is not computed again."""
+    """Also checks that a repeated prompt is not computed again."""
     with running(folder) as server:
         server.model.gate.clear()
         waiting = server.send("/v1/completions", {"prompt": "a" * 90, "max_tokens": 5, "seed": 0})
@@ -374,7 +374,7 @@ def test_a_client_that_leaves_frees_its_pages(server: Running, stream: bool) -> 
 
 
 def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
-    """Random lengths, streams, choices and disconnects, with a cache that is too small for all."""
+    """Sends requests with random lengths, some as streams, some disconnected. The cache is too small for all at once."""
     order = random.Random(3)
 
     def one(number: int) -> None:
@@ -399,7 +399,7 @@ def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
 
 
 def test_copies_on_several_devices(folder: Path) -> None:
-    """A request goes to the least loaded replica; one that fails at once does not attract all requests."""
+    """A request goes to the least loaded replica. A replica that fails every request at once does not get all requests."""
     with running(folder, others=[Scripted()], limit=2) as server:
         models = [engine._model for engine in server.served.engine._engines]
         for model in models:
@@ -417,7 +417,7 @@ def test_copies_on_several_devices(folder: Path) -> None:
         models[0].fails = 1000
 
 
-# --- failures and the end -------------------------------------------------------------------------------------------------
+# --- failures and shutdown --------------------------------------------------------------------------------------------------
 
 
 def test_a_call_that_fails_is_the_callers_alone(server: Running, capfd: pytest.CaptureFixture[str]) -> None:
@@ -554,7 +554,7 @@ def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
 
 
 def test_one_process_serves_both_and_another_version_takes_over(process: Process) -> None:
-    """The version that began an answer finishes it."""
+    """The version that began an answer also finishes it."""
     row = {"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [0.0] * 16}
     ports = process.ask("/v2/models/mlp")
     reply = process.ask("/v2/models/mlp/infer", {"inputs": [row | {"name": ports["inputs"][0]["name"]}]})
@@ -575,7 +575,8 @@ def test_one_process_serves_both_and_another_version_takes_over(process: Process
 
 
 def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
-    """Five pages for two lanes of up to four: recomputed texts continue as before, also with sampling and a penalty."""
+    """There are five pages for two lanes, which need up to four each. A text that lost its pages is recomputed and continues as
+    before, also with sampling and a penalty."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler
@@ -695,7 +696,7 @@ def test_openai_errors(client: Any, server: Running) -> None:
 
 
 def test_a_far_too_long_prompt_is_not_made_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a prompt that may fit, its beginning is tokenized first; health requests are answered meanwhile."""
+    """If a prompt may fit, only its beginning is tokenized at first. Health requests are answered meanwhile."""
     with running(folder) as server:
         lengths: list[int] = []
         language, gate = server.served.language, threading.Event()

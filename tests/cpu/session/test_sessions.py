@@ -1,4 +1,5 @@
-"""Sessions, state, seeds, static inputs and shared outputs of a handmade CPU bundle whose code AOTInductor compiled."""
+"""Sessions, state, seeds, static inputs and shared outputs of a CPU bundle: its manifest is handmade, and AOTInductor compiled its
+code."""
 
 from __future__ import annotations
 

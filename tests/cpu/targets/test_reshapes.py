@@ -1,4 +1,4 @@
-"""Results that are reshaped across axes are stored first: no loop nests the indices of two reshapes."""
+"""A result that is reshaped across its axes is stored before: no loop computes the indices of two reshapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program with several regions as steps: the copies and their layouts."""
+"""The steps of a program with several regions: copies between graphs and host, and the layouts of the copied values."""
 
 from __future__ import annotations
 
