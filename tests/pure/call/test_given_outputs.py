@@ -1,5 +1,5 @@
-"""Large outputs of the host are returned without a copy. They last, belong to no other caller, and share no byte with another
-tensor of the call."""
+"""Large outputs of the host are returned without a copy. Later calls do not change them, no other caller gets the same memory, and
+they share no byte with another tensor of the call."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def served(monkeypatch: pytest.MonkeyPatch, large: int, outputs: str = "copy", *
 
 
 def test_large_ones_are_given_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With eight rows y has 96 bytes and the column 32. An output in another memory order is copied."""
+    """With eight rows, y has 96 bytes and the column 32. The output in another memory order is copied."""
     run, backend = served(monkeypatch, 64)
     results = [run(numbers(8, first)) for first in (1, 50, 100)]
     for (y, first, turned), (addresses, taken), begin in zip(results, backend.replays, (1, 50, 100), strict=True):
