@@ -18,7 +18,7 @@ def test_row(row: Arch) -> None:
 
 
 def test_known_values() -> None:
-    """The values come from the table in the CUDA C++ Programming Guide. The rest of a row is derived from it."""
+    """These values come from the table in the CUDA C++ Programming Guide. The other fields of a row are derived from them."""
     assert (arch("sm_80").shared_optin, arch("sm_80").threads_sm) == (163 * KIB, 2048)
     assert (arch("sm_86").shared_optin, arch("sm_86").threads_sm) == (99 * KIB, 1536)
     assert (arch("sm_90").shared_optin, arch("sm_90").multiprocessors) == (227 * KIB, 132)

@@ -1,4 +1,4 @@
-"""A collective as a launch, what is read back from it, and ranks interpreted at the same time."""
+"""Collectives become launches, and are recognized in recordings; several ranks are interpreted at the same time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""bundles/TRUST.md promises that commands which only look execute nothing of a bundle. If its signature is wrong they read only its
-manifest."""
+"""bundles/TRUST.md promises that commands which only show a bundle execute nothing of it. If its signature is wrong, they read only
+its manifest."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ for command in {[[str(word) for word in command] for command in LOOKS]!r}:
 
 
 def test_what_executes_something_is_seen() -> None:
-    """The test above can fail."""
+    """A test of the test above: it fails if something is executed."""
     code = """
 with contextlib.suppress(OSError): ctypes.CDLL(sys.argv[1])
 pickle.loads(pickle.dumps(print))

@@ -723,7 +723,7 @@ def test_only_an_allowed_rule_or_near_ties_let_integers_differ() -> None:
     check_manifest(edited(whole, allowed=("mismatched-integers",)))
     check_manifest(
         edited(whole, allowed=("mismatched-integers",), self_test=replace(manifest.entries[0].self_test, bounds=(1.0,)))
-    )  # these may all differ
+    )  # a bound of 1: all elements may differ
     more = edited(whole, allowed=("mismatched-integers",), self_test=replace(manifest.entries[0].self_test, bounds=(1.5,)))
     reject(more, "self_test.bounds[0]", "output y (bool) has to be equal, got 1.5")
     note = Finding(rule="near-ties", severity="note", message="")
