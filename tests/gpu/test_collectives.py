@@ -62,7 +62,7 @@ def wanted(drawn: list[Any], combine: Combine, rank: int, *, scattered: bool, se
 @pytest.mark.parametrize("way", PIECE)
 @pytest.mark.parametrize("combine", ["bfloat16", "float16", "float32", "side by side"])
 @pytest.mark.parametrize("scattered", [False, True])
-def test_what_they_give(ranks: Ranks, places: Any, way: Way, combine: Combine, scattered: bool) -> None:
+def test_results_of_collectives(ranks: Ranks, places: Any, way: Way, combine: Combine, scattered: bool) -> None:
     dtype = torch.int32 if combine == "side by side" else getattr(torch, combine)
     shapes = [(1, 2), (3, 64), (32, 256), (128, 512)]
     for number, (size, (blocks, threads)) in enumerate(product(SIZES, shapes)):

@@ -181,7 +181,7 @@ def test_too_little_memory(bundle: tuple[Manifest, Path]) -> None:
         opened(replace(manifest, memories=memories), folder)
 
 
-def test_an_image_that_is_none(bundle: tuple[Manifest, Path]) -> None:
+def test_an_invalid_image(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     for path in (folder / "kernels").iterdir():
         path.write_bytes(b"nonsense")
@@ -299,7 +299,7 @@ def test_an_empty_recording(bench: Bench, mode: str) -> None:
     assert bench.words(Recording(key=(), functions=(), nodes=(), edges=()), mode, 1) == [0xFFFFFFFF]
 
 
-def test_how_long_a_long_chain_takes(bench: Bench, context: Context, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_of_a_long_chain(bench: Bench, context: Context, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the time to build and launch 500 nodes; asserts only that a launch runs no Python per node."""
     function = Function(image=bench.image, symbol="add", params=cuda_bundles.ADD, attributes=())
     node = launch(0, bytes(24) + pack("<i", 8), relocations((0, ARENA_AT, 0), (8, ARENA_AT, 512), (16, ARENA_AT, 1024)))

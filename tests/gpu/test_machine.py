@@ -81,7 +81,7 @@ def run(script: str, bundle: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_forked_process_says_so_and_the_parent_goes_on(tokens: Path) -> None:
+def test_a_forked_process_raises_and_the_parent_continues(tokens: Path) -> None:
     loaded = "process-forked: program 'tokens' was loaded before this process was forked, and works in the parent only"
     assert run(FORK, tokens) == [
         loaded, loaded, "process-forked: this process was forked after its parent had used the GPU: CUDA does not work here",

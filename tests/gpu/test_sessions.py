@@ -195,7 +195,7 @@ def test_the_memory_of_sessions_is_the_prediction_and_they_give_every_byte_back(
         assert torch.cuda.mem_get_info()[0] >= free - graphs
 
 
-def test_two_threads_in_one_session_are_told(cell: cgbundle.Program) -> None:
+def test_two_threads_in_one_session_raise(cell: cgbundle.Program) -> None:
     session, errors = cell.session(), []
 
     def work() -> None:

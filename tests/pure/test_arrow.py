@@ -44,7 +44,7 @@ def python(code: str, *options: str) -> str:
     return done.stdout
 
 
-def test_the_ban_bans() -> None:
+def test_the_ban_of_imports_works() -> None:
     with pytest.raises(AssertionError, match="typer is banned here"):
         python(BAN + "import typer")
 
@@ -248,7 +248,7 @@ def test_a_folder_holds_a_dozen_entries_and_lies_three_deep(folder: Path) -> Non
         assert len(entries) <= ENTRIES and len(directory.relative_to(ROOT).parts) <= DEPTH, f"{directory}: {sorted(entries)}"
 
 
-def test_circles_and_climbs_are_seen() -> None:
+def test_cycles_and_upward_imports_are_detected() -> None:
     """Tests of the tests above: they also check imports inside functions and under TYPE_CHECKING."""
     assert "cgcompile.pipeline.api" in graph()["cgcompile"] and "cgbundle.loader" in graph()["cgbundle"]
     assert layer("cgcompile.targets.cuda.steps") > layer("cgcompile.targets.choice") > layer("cgcompile.partition")

@@ -103,7 +103,7 @@ def test_every_dtype_can_be_compared(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in sorted(DTYPES) if "int" in dtype or dtype == "bool"])
-def test_of_integers_the_share_that_differs_counts_and_not_by_how_much(dtype: str) -> None:
+def test_the_error_of_integers_is_the_share_that_differs(dtype: str) -> None:
     """Relative to the largest element, a difference of one at 2**63 - 1 would vanish, and 17 instead of 12 would pass at 4 %."""
     width = DTYPES[dtype]
     expected = b"".join(bytes([1]) + b"\xff" * (width - 1) for _ in range(4)) if width > 1 else bytes([0, 1, 0, 1])
@@ -147,7 +147,7 @@ def test_what_differs_is_said_for_people(
 
 
 @given(st.sampled_from(sorted(DTYPES)), st.binary(max_size=96), st.data())
-def test_blocks_say_what_the_whole_says(dtype: str, data: bytes, more: st.DataObject) -> None:
+def test_blocks_give_the_difference_of_the_whole_tensor(dtype: str, data: bytes, more: st.DataObject) -> None:
     """This holds for blocks of any size, and for equal, zero and different blocks."""
     expected = bytes(more.draw(st.integers(0, 3)) * 16) + data[: len(data) // 16 * 16]
     got = bytearray(expected)

@@ -70,7 +70,7 @@ def test_what_the_caller_writes_there_changes_nothing_else(model: Large, bundle:
                 assert torch.equal(x, before)
 
 
-def test_it_lasts_when_the_program_is_gone(model: Large, bundle: Path) -> None:
+def test_outputs_outlive_a_closed_program(model: Large, bundle: Path) -> None:
     program = cgbundle.load(bundle)
     (x,) = inputs(4)
     (first, *_), (second, *_) = program(x.numpy()), program(x.numpy() * 2)

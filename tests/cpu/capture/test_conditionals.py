@@ -99,7 +99,7 @@ def check(got: Sequence[Any], wanted: Any) -> None:
 
 @pytest.mark.parametrize("example", range(3))
 @pytest.mark.parametrize("name", MODELS)
-def test_every_way_is_eagers_whatever_way_the_example_took(name: str, example: int) -> None:
+def test_every_path_equals_eager_pytorch_whatever_path_the_example_took(name: str, example: int) -> None:
     make, inputs, kinds = MODELS[name]
     module = copy.deepcopy(exported(name))
     torch.manual_seed(1)

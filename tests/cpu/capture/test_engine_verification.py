@@ -143,7 +143,7 @@ def test_bytes_that_differ_are_counted(plans: list[dict[str, Any]], monkeypatch:
             run(graphs, engine, returns={"small": ["result"], (8, "rows"): []})
 
 
-def test_what_graphs_change_is_noted_and_put_back(plans: list[dict[str, Any]]) -> None:
+def test_changes_of_graphs_are_recorded_and_undone(plans: list[dict[str, Any]]) -> None:
     engine = Engine()
     before = {name: bytes(engine.view(name).numpy()) for name in engine.memory}
     with raises("proof-failed", match="tensor 'out' holds other bits than the engine's own graphs leave in it"):

@@ -96,7 +96,7 @@ def test_generate_stops_at_stop_tokens_and_limits(llama: Any) -> None:
 # --- sampling -------------------------------------------------------------------------------------------------------
 
 
-def test_a_lanes_token_hangs_on_no_neighbour(llama: Any) -> None:
+def test_a_lanes_token_does_not_depend_on_other_lanes(llama: Any) -> None:
     sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "penalty": 1.2}
     alone = []
     for seed in (1, 2, 1):
@@ -349,7 +349,7 @@ def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None
     assert texts == expected and scheduler.preempted > 0 and scheduler.pages.taken == 0
 
 
-def test_equal_beginnings_change_no_bit(folder: Path) -> None:
+def test_shared_prefixes_change_no_bit(folder: Path) -> None:
     """Requests with the same 32 first tokens, greedy and sampled, give the same bits with shared pages and without."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling

@@ -102,7 +102,7 @@ def test_the_comparison_notices(monkeypatch: pytest.MonkeyPatch, name: str, faul
     assert token in judged(name)
 
 
-def test_a_ropes_factors_do_not_hang_on_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ropes_factors_do_not_depend_on_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In transformers the longest text of a call selects the factors for all texts."""
     monkeypatch.setattr(causal_lm, "ropes_by_length", lambda network: network)
     monkeypatch.setattr(causal_lm, "depends_on_length", lambda config: False)

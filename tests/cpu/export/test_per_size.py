@@ -288,7 +288,7 @@ def warned(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [while_exported, on_fake, on_fake_inputs, warned])
 @pytest.mark.parametrize("sizes", [{"batch": (1, 3)}, {"batch": (3, 8)}, {}])
-def test_a_model_that_does_otherwise_while_it_is_traced_is_told_that_it_is_not(
+def test_a_model_that_checks_for_tracing_is_told_that_it_is_not_traced(
     function: Callable[..., Any], sizes: dict[str, tuple[int, ...]]
 ) -> None:
     source = load_source(Holding(function).eval(), rows if sizes else lambda: rows(2))
@@ -331,7 +331,7 @@ def by_the_stack(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sizes", [{"batch": (1, 3)}, {"batch": (3, 8)}])
-def test_a_model_that_does_otherwise_all_the_same(sizes: dict[str, tuple[int, ...]]) -> None:
+def test_a_model_that_differs_while_traced_is_refused(sizes: dict[str, tuple[int, ...]]) -> None:
     with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, .* another result at batch=\d"):
         exported(by_the_stack, **sizes)
 

@@ -340,7 +340,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return lambda name: (tensor_of(came[expected[name][0]], expected[name][0]), expected[name][1])
 
 
-def test_what_nobody_wrote_is_seen(results: Results) -> None:
+def test_unwritten_memory_is_detected(results: Results) -> None:
     got, _ = results("reads poison")
     assert got.isnan().all()
 

@@ -203,7 +203,7 @@ def test_a_computed_factor_is_not_said_to_have_contiguous_rows_where_they_begin_
     assert true_hints(hints, ["arg_A", "in_ptr1"]) == hints.replace("N >= BLOCK_N", "N % BLOCK_N == 0")
 
 
-def test_choose_decides() -> None:
+def test_the_function_choose_decides() -> None:
     asked: list[cost_model.Problem] = []
 
     def largest(problem: cost_model.Problem, candidates: object, target: object) -> tuple[int, str]:

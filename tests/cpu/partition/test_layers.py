@@ -176,7 +176,7 @@ def test_every_layer_computes_the_indices_that_it_uses(name: str) -> None:
     assert sum(part.count("sum") for part in parts) == 1, "only indices are computed again"
 
 
-def test_nothing_has_one_piece() -> None:
+def test_no_operations_are_one_empty_piece() -> None:
     assert pieces([]) == [[]]
 
 

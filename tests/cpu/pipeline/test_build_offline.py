@@ -186,7 +186,7 @@ def test_the_images_are_code_for_the_target(bundle: tuple[Path, str]) -> None:
     assert (read(path).target.kind, read(path).target.arch, read(path).target.torch) == ("cuda", target, "")
 
 
-def test_the_stage_that_verifies_takes_the_time_of_what_it_says(built: cgcompile.Built) -> None:
+def test_the_time_of_the_verify_stage(built: cgcompile.Built) -> None:
     """The stage computes every hash and reads every table, but replays nothing."""
     assert 0.001 < dict(built.seconds)["verify"] < 60
 

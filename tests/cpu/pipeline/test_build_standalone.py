@@ -121,7 +121,7 @@ def test_pictures_in_patches(kernel: int, stride: int, standalone: bool | None, 
         (nn.Sequential(nn.Flatten(), nn.Linear(576, 3)).bfloat16(), r"aten\.linear of bfloat16"),
     ],
 )
-def test_what_they_cannot_do_is_named_before_anything_is_compiled(model: nn.Module, said: str, tmp_path: Path) -> None:
+def test_missing_functions_are_named_before_anything_is_compiled(model: nn.Module, said: str, tmp_path: Path) -> None:
     dtype = next(model.parameters()).dtype
     with raises("not-standalone", match=f"^the program has {said}, which only torch's libraries compute"):
         cgcompile.build(

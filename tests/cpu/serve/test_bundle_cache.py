@@ -125,7 +125,7 @@ def test_a_model_is_loaded_once_for_all_who_ask(caching: ModuleType, folder: Pat
     assert [event["event"] for event in used(caching, folder, size, session)] == ["serving"]
 
 
-def test_what_cannot_be_had(caching: ModuleType, folder: Path, size: int) -> None:
+def test_models_that_cannot_be_loaded(caching: ModuleType, folder: Path, size: int) -> None:
     (folder / "b" / "1" / "model.cgb" / file_names.PROGRAM).write_bytes(b"damaged")
 
     async def session(cache: Any) -> None:

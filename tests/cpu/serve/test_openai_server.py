@@ -373,7 +373,7 @@ def test_a_client_that_leaves_frees_its_pages(server: Running, stream: bool) -> 
     assert 'cgbundle_llm_requests_total{code="499",model="script",path="/v1/completions"}' in server.ask("/metrics")[1]
 
 
-def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
+def test_random_requests_leak_no_pages(server: Running) -> None:
     """Sends requests with random lengths, some as streams, some disconnected. The cache is too small for all at once."""
     order = random.Random(3)
 
@@ -574,7 +574,7 @@ def test_one_process_serves_both_and_another_version_takes_over(process: Process
     assert process.ask("/v1/completions", body)["choices"] == before["choices"]
 
 
-def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
+def test_preempted_texts_continue_as_before(process: Process) -> None:
     """There are five pages for two lanes, which need up to four each. A text that lost its pages is recomputed and continues as
     before, also with sampling and a penalty."""
     from cgserve.language.bundle_model import BundleModel
@@ -603,7 +603,7 @@ def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
     assert runs[0] == runs[1] and all(len(text) == 40 for text in runs[0].values())
 
 
-def test_answers_of_a_form_are_the_same_together_and_alone(process: Process) -> None:
+def test_restricted_answers_are_the_same_together_and_alone(process: Process) -> None:
     """Biases, penalties and log-probabilities of a prompt in a bundle; with a grammar if its engine is installed."""
     order, asked = random.Random(1), list[dict[str, Any]]()
     forms = {"presence_penalty": 1.5, "frequency_penalty": 0.5}, {"logit_bias": {"7": 3, "8": -3}}, {"echo": True, "logprobs": 1}
@@ -695,7 +695,7 @@ def test_openai_errors(client: Any, server: Running) -> None:
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
 
 
-def test_a_far_too_long_prompt_is_not_made_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_far_too_long_prompt_is_not_tokenized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a prompt may fit, only its beginning is tokenized at first. Health requests are answered meanwhile."""
     with running(folder) as server:
         lengths: list[int] = []

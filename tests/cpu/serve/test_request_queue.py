@@ -154,7 +154,7 @@ def test_the_end_answers_what_waits_and_takes_nothing_more(requests: ModuleType)
     assert asyncio.run(run()) == [0, 2, 4]
 
 
-def test_every_answer_is_its_own(requests: ModuleType) -> None:
+def test_every_request_gets_its_own_answer(requests: ModuleType) -> None:
     """300 requests with random groups and rows at random times, some of which are cancelled."""
     draw, model, batches = random.Random(0), Model(), list[Any]()
 

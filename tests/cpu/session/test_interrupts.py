@@ -75,7 +75,7 @@ def test_a_call(golden: str, alone: bool, large: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_close(alone: bool) -> None:
+def test_an_interrupted_close(alone: bool) -> None:
     """The next close continues after an interrupted one."""
     programs: list[Any] = []
 
@@ -109,7 +109,7 @@ def test_a_close(alone: bool) -> None:
         number += 1
 
 
-def test_a_load_leaves_nothing() -> None:
+def test_an_interrupted_load_leaks_nothing() -> None:
     """An interrupted load releases its descriptors and code."""
     before = dict(open_files._WAITING)
     number = 0

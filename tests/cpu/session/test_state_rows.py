@@ -49,7 +49,7 @@ def test_the_manifest_says_what_varies(paged: Path) -> None:
     assert all(spec.range is None for entry in manifest.entries for spec in entry.inputs if spec.name != "place")
 
 
-def test_nobody_says_how_many(paged: Path) -> None:
+def test_default_numbers_of_rows(paged: Path) -> None:
     """By default pages take half of the free memory, and the number of slots is the largest one that is useful."""
     with cgbundle.load(paged, state={"pages": 9}) as program:
         assert program.state.rows == {"pages": 9, "slots": 50} and "cgcompile_rows_pages" not in program.state

@@ -191,7 +191,7 @@ def test_a_part_leaves_the_rest(bundle: Path, weights: str) -> None:
             check(program, model)
 
 
-def test_nothing_at_all_is_a_part(bundle: Path) -> None:
+def test_an_empty_partial_update_is_allowed(bundle: Path) -> None:
     with cgbundle.load(bundle) as program:
         program.update({}, partial=True)
         check(program, tiny(0))

@@ -51,7 +51,7 @@ X = [[1.0, 2.0], [-1.0, 3.0], [4.0, 5.0]]
 
 @pytest.mark.parametrize("kind", ["numpy", "tensor"])
 @pytest.mark.parametrize("outputs", ["copy", "view"])
-def test_a_call_returns_what_counts(kind: str, outputs: str) -> None:
+def test_a_call_returns_the_true_sizes(kind: str, outputs: str) -> None:
     run = program(outputs)
     for rows in (X, [[-1.0, 0.0]] * 3, [[1.0, 2.0]] * 3):
         x = numpy.array(rows, numpy.float32)

@@ -67,7 +67,7 @@ def test_it_is_a_copy_and_a_launch(program: Program, fake: FakeDriver) -> None:
     assert sorted(set(driver_calls)) == ["cuGraphLaunch", "cuMemcpyDtoDAsync"] and driver_calls.count("cuGraphLaunch") == 1
 
 
-def test_what_differs_takes_the_other_way(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_calls_take_the_full_path(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     program.replay([on_gpu(KEYS[0], 0)])
     monkeypatch.setattr(KnownCalls, "add", remembered)
     with raises("input-dtype"):
@@ -185,7 +185,7 @@ def test_copies_are_the_drivers_where_the_library_gives_the_memory(
     assert len(copies) == len(KEYS) + 1
 
 
-def test_of_one_shape_few_kinds_are_kept() -> None:
+def test_few_known_calls_are_kept_for_one_shape() -> None:
     calls, value = KnownCalls(), Tensor(1 << 20, "float32", (4,), (1,), None, 0)
     chosen = [0]
 

@@ -276,7 +276,7 @@ def looks(draw: st.DrawFn) -> tuple[Any, Any, Any, bool]:
 
 @settings(max_examples=400)
 @given(looks(), st.booleans())
-def test_a_look_lies_in_another_layout_where_numpy_takes_it(drawn: tuple[Any, Any, Any, bool], gaps: bool) -> None:
+def test_a_view_exists_in_another_layout_if_numpy_makes_one(drawn: tuple[Any, Any, Any, bool], gaps: bool) -> None:
     shape, take, other_order, apart = drawn
     base = numpy.arange(int(numpy.prod(shape)), dtype="float32").reshape(shape)
     seen = take(base)

@@ -348,7 +348,7 @@ def test_written_inputs_are_positions(written: tuple[int, ...], words: str) -> N
 
 
 @pytest.mark.parametrize("change", [{"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}])
-def test_a_bundle_that_writes_neither_pads_nor_cuts(change: dict[str, Any]) -> None:
+def test_a_bundle_that_writes_inputs_cannot_be_padded_or_chunked(change: dict[str, Any]) -> None:
     manifest = model()
     with raises("manifest-invalid", match=r"dimensions\[0\].pad: batch is padded or chunked, and calls write to their inputs"):
         check_manifest(edited(manifest, dimensions=(replace(manifest.entries[0].dimensions[0], **change),)))

@@ -209,7 +209,7 @@ PAIRED = PairedRanges(
 )  # fmt: skip
 
 
-def test_the_first_reading_that_both_have_is_meant() -> None:
+def test_the_first_common_reading_is_chosen() -> None:
     assert agree(word((0, 8)), word((0, 8)), PAIRED.pairing) == Reading(range=0, offset=8)
     assert agree(word((3, 8)), word((4, 8)), PAIRED.pairing) == Reading(range=3, offset=8)
     assert agree(word((5, 0), (1, 7), (0, 8)), word((0, 8), (1, 7)), PAIRED.pairing) == Reading(range=1, offset=7)

@@ -188,7 +188,7 @@ finally:
 
 
 @pytest.mark.parametrize("argument", ["--version", "--nothing"])
-def test_the_end_looks_through_nothing_for_cycles(argument: str) -> None:
+def test_exit_collects_no_garbage(argument: str) -> None:
     """When the interpreter exits, its garbage collection traverses all objects that are not frozen: with torch's objects this takes
     1.6 s."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])

@@ -87,7 +87,7 @@ def test_examples_in_help_can_be_typed(command: str, line: str) -> None:
     GROUP.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]  # parses, runs nothing
 
 
-def test_there_are_examples() -> None:
+def test_help_has_examples() -> None:
     assert {"build", "check", "run"} <= {command for command, _ in examples()}
 
 

@@ -324,7 +324,7 @@ def test_an_empty_file_and_a_link_are_filled(bundle: Path, tmp_path: Path) -> No
     assert link.is_symlink() and file.read_text() == page_text(bundle) and stat.S_IMODE(file.stat().st_mode) == 0o640
 
 
-def test_where_a_page_cannot_go(bundle: Path, tmp_path: Path) -> None:
+def test_destinations_that_a_page_refuses(bundle: Path, tmp_path: Path) -> None:
     other = tmp_path / "thesis.html"
     other.write_text("<!DOCTYPE html>\n<p>three years of work")
     assert "is not a report of cgcompile" in refused(call("inspect", bundle, "--html", other))

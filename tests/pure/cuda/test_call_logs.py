@@ -289,7 +289,7 @@ def logs() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(("scenario", "mode", "outputs"), CASES_OF_ALL)
-def test_what_is_asked_of_the_driver_is_what_it_was(
+def test_driver_calls_are_those_of_the_logs(
     logs: dict[str, list[str]], scenario: Callable[..., None], mode: str, outputs: str
 ) -> None:
     assert log_of(scenario, mode, outputs) == logs[name_of(scenario, mode, outputs)]

@@ -222,7 +222,7 @@ def test_a_call_inside_a_capture(fake: FakeDriver, manifest: Manifest, tmp_path:
     backend.close()
 
 
-def test_whatever_fails_leaves_nothing(manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_driver_call_leaks_nothing(manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count, number = 1, 0
     while number < count:
         fake = FakeDriver()

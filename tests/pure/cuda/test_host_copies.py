@@ -111,7 +111,7 @@ def test_pinned_memory_is_copied_as_it_is(fake: FakeDriver, cleanup: ExitStack) 
 
 
 @pytest.mark.parametrize("failing", ["cuEventSynchronize", TO, "cuEventRecord", FROM, "cuEventCreate", "cuCtxPushCurrent"])
-def test_a_failure_is_the_calls(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_failure_in_a_thread_is_raised_by_the_call(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     """A failure in any thread is raised in the caller. Later copies are right, and all objects are freed."""
     fake = FakeDriver()
     install(monkeypatch, fake)

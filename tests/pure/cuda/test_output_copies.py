@@ -106,7 +106,7 @@ def test_a_call_sets_where_its_copy_goes(caller: Caller) -> None:
     assert caller(2) == [AIM, LAUNCH]
 
 
-def test_a_launch_that_is_told_nothing_copies_nothing(caller: Caller) -> None:
+def test_a_launch_without_a_target_copies_nothing(caller: Caller) -> None:
     caller(0)
     (kept,) = caller.buffers[-1]
     assert caller.plain(1) == [SWITCH, LAUNCH]

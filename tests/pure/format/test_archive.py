@@ -175,7 +175,7 @@ def test_what_the_manifest_does_not_name_is_found_by_the_full_check(bundle: Path
     assert len(verify.examine(archive.Archive(str(bundle)))) == 1
 
 
-def test_what_lies_in_a_strange_folder_is_not_looked_at(bundle: Path) -> None:
+def test_the_contents_of_an_unknown_folder_are_not_read(bundle: Path) -> None:
     """Such a folder may have any size and depth, or be unreadable."""
     deep, folders = bundle / "new", 0
     stranger(deep / "file", "file")

@@ -209,7 +209,7 @@ TEXTS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("what", TEXTS)
-def test_a_text_is_seen_through_before_it_is_parsed(what: str, tmp_path: Path) -> None:
+def test_a_text_is_checked_before_it_is_parsed(what: str, tmp_path: Path) -> None:
     """Texts are checked as a manifest, and as the header of a safetensors file."""
     data = TEXTS[what]()
     (tmp_path / "manifest.json").write_bytes(data)

@@ -43,7 +43,7 @@ problems = st.builds(
 
 
 @given(problems, st.lists(candidates, min_size=1, max_size=20), st.sampled_from(ARCHES))
-def test_chosen_fits(asked: Problem, offered: list[Candidate], target) -> None:
+def test_the_chosen_candidate_fits(asked: Problem, offered: list[Candidate], target) -> None:
     if not any(fits(asked, one, target) for one in offered):
         with pytest.raises(ValueError, match=target.name):
             choose(asked, offered, target)

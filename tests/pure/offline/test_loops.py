@@ -149,7 +149,7 @@ def test_the_check_refuses_what_would_go_wrong(statements: list[Statement], orde
         ([("write", 0), ("loop", [("read", 0)]), ("loop", [("write", 1)])], False),
     ],
 )
-def test_two_share_a_place_where_no_turn_needs_both(statements: list[Statement], together: bool) -> None:
+def test_buffers_share_memory_if_no_turn_needs_both(statements: list[Statement], together: bool) -> None:
     """Checks both the plan and the check of plans: two buffers may share memory only if no turn of a loop needs both."""
     program = lowered(statements)
     assert plan(program).arena == SIZE * (1 + together) + PAD

@@ -132,7 +132,7 @@ def shape(layers: Sequence[Layer]) -> list[tuple[str, tuple[int, ...]]]:
     return [(layer.kind, layer.operations) for layer in layers]
 
 
-def test_what_need_not_move_stays() -> None:
+def test_operations_move_only_if_that_saves_a_cut() -> None:
     """The last operation depends on nothing and could come first, but this would save no cut."""
     assert shape(cut(["graph", "host", "graph", "graph"], [(0, 1), (1, 2)])) == [("graph", (0,)), ("host", (1,)), ("graph", (2, 3))]
 

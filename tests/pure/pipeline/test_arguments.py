@@ -51,7 +51,7 @@ CALLS: list[tuple[str, list[Row]]] = [
 
 
 @pytest.mark.parametrize(("text", "rows"), CALLS)
-def test_what_is_spelled_is_a_call_that_the_guard_takes(text: str, rows: list[Row]) -> None:
+def test_the_printed_call_is_accepted(text: str, rows: list[Row]) -> None:
     entry = bundle(*rows)
     assert spelled(entry) == text
     flatten = flattener(entry.call, entry.parameters)

@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named(fake: RanksDriver, path: Path, monke
         assert flat(again(batch(4))) == wanted(4)
 
 
-def test_what_it_does_not_do(fake: RanksDriver, path: Path) -> None:
+def test_what_ranks_refuse(fake: RanksDriver, path: Path) -> None:
     for devices in ([0], [0, 1, 0]):
         with raises("ranks-refused", match=r"over 2 GPUs, devices="):
             cgbundle.load(path, devices=devices)

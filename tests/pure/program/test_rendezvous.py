@@ -73,7 +73,7 @@ def test_every_rank_gets_the_memory_of_all(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors, "every descriptor was closed"
 
 
-def test_who_does_not_come_is_named(tmp_path: Path) -> None:
+def test_a_missing_process_is_named(tmp_path: Path) -> None:
     for error in connect_all(tmp_path / "meeting", [(0, "b"), (1, "b")], 3, timeout=0.3):
         assert isinstance(error, CgbundleError) and error.code == "rank-timeout"
     (error,) = connect_all(tmp_path / "meeting", [(0, "b")], 2, timeout=0.1)

@@ -174,7 +174,7 @@ def test_an_update_is_on_all_devices_or_on_none(fake: FakeDriver, path: Path) ->
             replicas.update({**weights, "small": Tensor(0, "uint8", (3,), (1,), None, 0)})
 
 
-def test_what_cannot_be_loaded_so(fake: FakeDriver, path: Path) -> None:
+def test_options_that_replicas_refuse(fake: FakeDriver, path: Path) -> None:
     for devices in ([], [1, 1]):
         with pytest.raises(ValueError, match="different ones, at least one"):
             cgbundle.load(path, devices=devices, replicas=True)

@@ -83,7 +83,7 @@ def test_calls_find_the_state_where_it_lies(fake: FakeDriver, bundle: tuple[Mani
             assert session.state["total"].shape == (rows, 4) and not any(program.state["total"].tobytes())
 
 
-def test_nobody_says_how_many(fake: FakeDriver, tmp_path: Path) -> None:
+def test_default_numbers_of_rows(fake: FakeDriver, tmp_path: Path) -> None:
     """By default state gets nine tenths of the fake GPU's free memory, or as many rows as are useful."""
     limited = rows_bundle.write(tmp_path / "most.cgb", most=50)
     with opened((limited, tmp_path / "most.cgb")) as program:

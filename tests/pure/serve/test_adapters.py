@@ -151,7 +151,7 @@ def test_files_that_are_refused(tmp_path: Path, bank: Bank) -> None:
         read_adapter(tmp_path, bank)
 
 
-def test_beginnings_are_shared_among_texts_of_one_adapter() -> None:
+def test_prefixes_are_shared_between_texts_of_one_adapter() -> None:
     """This also holds after another adapter is loaded into the place of the first one."""
     from cgserve.scheduling.requests import NO_ADAPTER, Adapter, Limits, Request, Sampling, Token
     from cgserve.scheduling.scheduler import Scheduler

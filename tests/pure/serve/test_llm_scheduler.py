@@ -232,7 +232,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(limits=LIMITS, sharing=SHARING, events=EVENTS)
-def test_any_order_of_coming_and_going(
+def test_requests_and_cancellations_in_any_order(
     scheduling: Any, limits: dict[str, Any], sharing: dict[str, bool], events: list[tuple[Any, ...]]
 ) -> None:
     world = World(scheduling, scheduling.Limits(**limits, **sharing, vocabulary=1000))
@@ -316,7 +316,7 @@ def test_prompts_and_tokens_take_turns(scheduling: Any) -> None:
     assert world.entries == ["prefill", *["decode", "prefill"] * 5]
 
 
-def test_the_oldest_is_never_put_off(scheduling: Any) -> None:
+def test_the_oldest_request_is_never_preempted(scheduling: Any) -> None:
     """There are eight pages of four tokens for texts of up to 28 tokens. The newest texts give their pages back, and continue
     before requests that have not begun."""
     world = World(scheduling, roomy(scheduling, pages=9, lanes=3))
@@ -331,7 +331,7 @@ def test_the_oldest_is_never_put_off(scheduling: Any) -> None:
     world.check_empty()
 
 
-def test_a_late_one_is_not_starved_by_those_that_keep_coming(scheduling: Any) -> None:
+def test_a_late_request_is_not_starved_by_new_ones(scheduling: Any) -> None:
     world = World(scheduling, roomy(scheduling, pages=9, lanes=2))
     world.add("large", 24, 8)
     coming = 0
@@ -440,7 +440,7 @@ def sharing(scheduling: Any, **other: Any) -> World:
     return World(scheduling, roomy(scheduling, **sizes | other))
 
 
-def test_an_equal_beginning_is_read_once(scheduling: Any) -> None:
+def test_a_common_prefix_is_read_once(scheduling: Any) -> None:
     """20 texts come at once. Their first 24 tokens are equal, and up to 6 more differ."""
     world = sharing(scheduling)
     for number in range(20):
@@ -460,7 +460,7 @@ def test_an_equal_beginning_is_read_once(scheduling: Any) -> None:
     world.check_empty()
 
 
-def test_what_was_used_least_recently_goes_first(scheduling: Any) -> None:
+def test_the_least_recently_used_pages_are_evicted_first(scheduling: Any) -> None:
     """A text takes five of twelve pages, and four of these are kept when it ends. First the last pages of "b" are used again, then
     all pages of "b", then the last page of "a", which was used later."""
     world = sharing(scheduling, pages=13, blocks=12)
@@ -486,7 +486,7 @@ def test_a_text_whose_penalty_counts_tokens_reads_all_of_them(scheduling: Any) -
     assert world.read == {"a": 30, "b": 30, "c": 2}
 
 
-def test_tokens_that_were_made_are_not_shared(scheduling: Any) -> None:
+def test_generated_tokens_are_not_shared(scheduling: Any) -> None:
     """Other kernels computed the cache of these tokens, with other rounding. A prompt that continues an answer computes the tokens
     of the answer again."""
     world = sharing(scheduling)

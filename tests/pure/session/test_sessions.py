@@ -173,7 +173,7 @@ def test_whichever_call_fails_a_session_leaves_nothing_and_disturbs_none(fake: F
         assert failures > 10
 
 
-def test_two_threads_in_one_session_are_told_and_nothing_is_spoiled(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+def test_two_threads_in_one_session_raise_and_spoil_nothing(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     inside, go_on = threading.Event(), threading.Event()
     real = fake.do_cuMemcpyDtoHAsync
     outputs: list[Any] = []

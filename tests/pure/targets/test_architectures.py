@@ -9,7 +9,7 @@ from tests.helpers.raising import raises
 
 
 @pytest.mark.parametrize("row", ARCHES, ids=lambda row: row.name)
-def test_row(row: Arch) -> None:
+def test_every_row_is_consistent(row: Arch) -> None:
     assert arch(row.name) is row
     assert row.name == f"sm_{row.capability}"
     assert row.shared_block < row.shared_optin < row.shared_sm

@@ -115,7 +115,7 @@ def test_what_is_no_key(key: object, message: str) -> None:
         "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac03fa",
     ],
 )  # fmt: skip
-def test_a_key_that_everybody_can_sign_with_is_none(key: str) -> None:
+def test_a_key_with_which_anybody_can_sign_is_refused(key: str) -> None:
     """The order of this key divides 8: OpenSSL accepts the base point and 1 as a signature of every eighth message."""
     forged, public = (
         bytes.fromhex("58" + "66" * 31) + (1).to_bytes(32, "little"),

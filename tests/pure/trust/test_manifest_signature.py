@@ -114,7 +114,7 @@ def test_every_part_of_a_signature_counts(signed: Path, pairs: tuple[Pair, Pair]
         cgbundle.load(signed, key=pairs[0].public)
 
 
-def test_a_manifest_that_was_changed_after(signed: Path, pairs: tuple[Pair, Pair]) -> None:
+def test_a_manifest_changed_after_the_signature(signed: Path, pairs: tuple[Pair, Pair]) -> None:
     """The changed manifest has right hashes again, as an attacker would write it."""
     flip(signed / file_names.PROGRAM)
     tiny_bundle.seal(signed, replace(tiny_bundle.manifest(), files=manifest_text.describe_files(str(signed))))

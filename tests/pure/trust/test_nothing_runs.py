@@ -65,7 +65,7 @@ for command in {[[str(word) for word in command] for command in LOOKS]!r}:
     assert {file_names.MANIFEST, file_names.WEIGHTS, "model.so"} <= opened, "files are seen"
 
 
-def test_what_executes_something_is_seen() -> None:
+def test_the_check_detects_execution() -> None:
     """A test of the test above: it fails if something is executed."""
     code = """
 with contextlib.suppress(OSError): ctypes.CDLL(sys.argv[1])

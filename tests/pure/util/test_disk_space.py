@@ -69,7 +69,7 @@ def test_with_space_left_an_error_is_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_compiler_that_says_so_is_believed(tmp_path: Path, code: int) -> None:
+def test_a_full_disk_that_a_compiler_reports_is_believed(tmp_path: Path, code: int) -> None:
     """The compiler has removed its partial file, so the disk has space again."""
     error = BuildError("compiler-failed", "Inductor failed")
     error.__cause__ = RuntimeError(f"as: cannot write: {os.strerror(code)}")

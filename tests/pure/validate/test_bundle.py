@@ -763,7 +763,7 @@ def test_a_lowering_behind_one_that_was_left_out_is_looked_at() -> None:
     ("recording", 0.5, True), ("recording", 1e-9, True), ("recording", 0.0, True), ("recording", -0.1, False),
     ("eager", 0.5, False), ("eager", 0.0, True),
 ])  # fmt: skip
-def test_a_distance_is_that_of_a_recording(expected: str, distance: float, fits: bool) -> None:
+def test_only_proofs_of_recordings_have_a_distance(expected: str, distance: float, fits: bool) -> None:
     manifest = cuda()
     proofs = tuple([replace(proof, distance=distance) for proof in manifest.entries[0].self_test.proofs])
     changed = edited(manifest, self_test=replace(manifest.entries[0].self_test, expected=expected, proofs=proofs))

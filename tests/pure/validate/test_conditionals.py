@@ -141,7 +141,7 @@ def test_bodies_inside_each_other_are_limited() -> None:
         check(nested(limits.BODY_DEPTH + 1))
 
 
-def test_one_spelling() -> None:
+def test_a_table_has_one_encoding() -> None:
     """A table without conditional nodes has the layout of tables from before there were conditional nodes."""
     data = bytearray(tables.encode(replace(ROWS, nodes=(), edges=(), bodies=())))
     assert data[8] == 1

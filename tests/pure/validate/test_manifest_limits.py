@@ -38,7 +38,7 @@ def test_values_fill_their_memory_to_its_end() -> None:
     reject(nothing, "programs[0].values[2].offset", "outside memory host")
 
 
-def test_in_a_memory_that_is_not_there_lies_nothing() -> None:
+def test_no_value_is_in_a_missing_memory() -> None:
     byte = {"dtype": "uint8", "shape": (1,), "strides": (1,), "offset": 0}
     reject(put_value(1, memory="state", **byte)(cuda()), "programs[1].values[1].offset", "outside memory state")
     others = tuple([pair for pair in cuda().memories if pair[0] != "weights"])

@@ -88,7 +88,7 @@ def test_reads(memory: int, begin: int) -> None:
         assert not refused(beside(memory, offset, 4))
 
 
-def test_what_nobody_reads_later_may_be_written_over() -> None:
+def test_unread_values_may_be_overwritten() -> None:
     program = beside(ARENA, 0x100, 4)
     first, second, last = program.steps
     for steps in ((first, second), (first, second, Step(kind="graph", region=0, file="g", inputs=(), outputs=(2,)))):

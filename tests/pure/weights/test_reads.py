@@ -176,7 +176,7 @@ def test_the_page_cache_is_looked_at(file: int, monkeypatch: pytest.MonkeyPatch)
             assert is_cached(file) is wanted
 
 
-def test_a_look_does_not_make_the_next_one_find_a_cached_file(tmp_path: Path) -> None:
+def test_a_check_does_not_cache_the_file(tmp_path: Path) -> None:
     """After reads without the cache, the file is not cached, so the next process reads it in the same way."""
     (tmp_path / "large").write_bytes(bytes(16 << 20))
     descriptor = os.open(tmp_path / "large", os.O_RDONLY)
