@@ -42,7 +42,7 @@ FINDS = ("wrong", "foreign", "memory", "crashed", "hung")
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """Number of cases by kind and by outcome, and a line for every find (a case whose outcome is in FINDS)."""
+    """Number of cases by kind and by outcome, and a line for every find (FINDS)."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)

@@ -1,5 +1,5 @@
-"""Donated outputs of captured and cross-compiled bundles: results equal eager PyTorch, donated tensors are not copied, and views
-stay valid until the next call of their entry."""
+"""Donated outputs of captured and cross-compiled bundles: results equal eager PyTorch, nothing donated is copied, and views stay
+valid until the next call of their entry."""
 
 from __future__ import annotations
 

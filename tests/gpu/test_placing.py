@@ -137,8 +137,7 @@ def test_a_model_runs_on_the_gpu_alone_and_is_the_callers_again(model_class: Any
 
 
 def test_numbers_that_the_first_call_draws_are_refused(tmp_path: Path) -> None:
-    """The build calls torch.manual_seed(0) before inputs(), which also seeds the GPU's generator. It must notice the draws
-    nevertheless."""
+    """They are noticed although torch.manual_seed(0), before inputs(), seeds the GPU's generator too."""
     with raises("check-refused", match="earlier-calls: forward.. sets 'drawn' at its first call"):
         cgcompile.build(DrawnOnce().eval(), inputs, sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda")
 

@@ -91,8 +91,8 @@ def _wait(trial: Trial) -> int:
 
 
 def run(bench: Bench, mutations: list[Mutation], *, module_tests_only: bool) -> Iterator[tuple[Mutation, bool, str]]:
-    """Yields every mutation, whether it was killed, and by which test, or after how many seconds and with which exit status.
-    `module_tests_only`: only its module's tests run."""
+    """Yields every mutation, whether it was killed, and by which test (or seconds and exit status). `module_tests_only`: only its
+    module's tests run."""
     waiting = [(mutation, MODULES[mutation.path]) for mutation in reversed(mutations)]
     running: list[tuple[Trial, Mutation, tuple[str, ...]]] = []
     try:

@@ -1,5 +1,5 @@
-"""Compares the operators that CPU bundles contain instead of libtorch with those of torch. A form is a call with random arguments:
-forms vary ranks, broadcasts, strides of 0, gaps, empty tensors, alpha and beta, and dtypes.
+"""Compares the operators that CPU bundles contain instead of libtorch with those of torch. A form is a call with random ranks,
+broadcasts, strides of 0, gaps, empty tensors, alpha and beta, and dtypes.
 
     python -m tests.operators.forms 1000    # 1000 forms of every function; exit status 1 if a result was wrong
 

@@ -94,7 +94,7 @@ def test_every_code_says_what_it_means(code: str, row: Cause) -> None:
 
 
 def test_no_two_errors_have_one_code() -> None:
-    """A recorder process passes only the code of an error to its parent, which must find the class of the error by it."""
+    """A recorder process passes only the code of an error to its parent, which finds the class by it."""
     assert len(ROWS) == sum(map(len, CATALOGUES))
 
 

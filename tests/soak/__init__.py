@@ -1,1 +1,1 @@
-"""Programs that run for minutes to hours. They count failures and answers of the wrong bundle, and measure growing resources."""
+"""Programs that run for minutes to hours. They count failures, answers of another bundle, and growing resources."""

@@ -3,9 +3,9 @@
     best.py [MODEL...] [--sizes N,N] [--each] [--timeout SECONDS]
 
 Prints a line for every model and int_key: the chosen lowering, the microseconds of its graphs on the GPU, those of a graph captured
-by hand from torch.compile(mode="max-autotune-no-cudagraphs"), and the ratio. The bundle and torch.compile have their own processes,
-and are timed alternately, with events around many launches. torch.compile compiles before the bundle is built, so that the two do
-not disturb each other. The first lines of a model show what the build measured for each lowering. `--each` also builds a bundle of
+by hand from torch.compile(mode="max-autotune-no-cudagraphs"), and the ratio. Bundle and torch.compile have their own processes, and
+are timed alternately, with events around many launches. torch.compile compiles before the bundle is built, so that the two do not
+disturb each other. The first lines of a model show what the build measured for each lowering. `--each` also builds a bundle of
 every single lowering and times it alternately with the best one: exit status 1 if a single lowering is faster by more than 5 %.
 
 Models: gpt (12 layers, bf16), minilm (6 layers, fp32), resnet (ResNet-50, fp16, channels last), vit (ViT-B/16, bf16), decoder

@@ -73,9 +73,9 @@ def build_all(
 ) -> list[dict[str, Any]]:
     """Returns the rows of all models at all levels, ordered by model.
 
-    With `alone`, the first model's inductor bundle is built before all others, so that nothing disturbs its benchmarks. Of the
-    other builds, the first model's max-autotune build takes longest and starts first; all other max-autotune builds start last.
-    Builds that have not started after `seconds` are skipped.
+    With `alone`, the first model's inductor bundle is built before all others, so that nothing disturbs its benchmarks. The first
+    model's max-autotune build takes longest and is the first of the other builds; all others with max-autotune start last. Builds
+    that have not started after `seconds` are skipped.
     """
     until = None if seconds is None else time.perf_counter() + seconds
     pairs = [(model, level) for model in models for level in model.levels if level in levels]

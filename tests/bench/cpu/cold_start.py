@@ -37,8 +37,7 @@ class Measured:
 
     @property
     def fastest_eager(self) -> str:
-        """Returns the fastest variant of eager PyTorch: the one without initialization of weights. Models that load their own
-        weights with transformers never initialize them."""
+        """Returns the variant of eager PyTorch that does not initialize weights before it loads them. transformers never does."""
         return "eager" if self.case.own_weights else "uninitialized"
 
     def parts(self) -> dict[str, list[float]]:

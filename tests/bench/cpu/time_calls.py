@@ -1,6 +1,6 @@
 """Child process: `time_calls.py BUNDLE INPUT` compares calls of a bundle (one input, one output) with the run of its shared object.
 
-The shared object runs through its C interface with input handles that are created before the clock starts. Its runs alternate with
+The shared object runs through its C interface with input handles that were created before. Its runs alternate with
 whole calls, so that both see the same load.
 """
 

@@ -46,8 +46,7 @@ def main(path: str, gigabytes: str = "1") -> None:
 
 
 def read(file: int, size: int, *, around: bool) -> None:
-    """Reads the file as `Upload` does; with `around`, as if the file were larger than half of the memory: then the reads bypass the
-    page cache."""
+    """Reads the file as `Upload` does; with `around`, without the page cache, as a file larger than half of the memory."""
     how: Way = way(size)
     groups = chunks([Piece(0, size, 0)], how.chunk)
     if around:

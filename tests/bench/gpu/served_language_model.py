@@ -5,11 +5,12 @@ HTTP.
 
 The parts, each one or more lines of JSON, printed at once:
 
-    load      seconds and bytes, with the number of int_keys prefill   milliseconds of single prompts of 128, 512, 2,048 and 4,000
-    tokens decode    tokens a second of the engine at every recorded number of lanes, and microseconds between two calls shared 64
-    requests with 1,500 common tokens, with and without shared pages, and whether the tokens are equal equal     64 prompts one by
-    one and together: the number of equal texts, and how much the log probabilities of the two best tokens differ at the first
-    difference http      a load of mixed requests from another process: `cgcompile bench URL --generate --load WORDS`
+    load      seconds and bytes, with the number of int_keys
+    prefill   milliseconds of single prompts of 128, 512, 2,048 and 4,000 tokens
+    decode    tokens a second of the engine at every recorded number of lanes, and microseconds between two calls
+    shared    64 requests with 1,500 common tokens, with and without shared pages, and whether the tokens are equal
+    equal     64 prompts one by one and together: the number of equal texts, and the best token's margin at the first difference
+    http      a load of mixed requests from another process: `cgcompile bench URL --generate --load WORDS`
 
 A part that would start after `--seconds` is skipped with a message.  Needs no torch.
 """

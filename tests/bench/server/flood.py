@@ -1,5 +1,5 @@
-"""`python -m tests.bench.server.flood [models] [language]`: measures answers to health requests, and memory, of `cgcompile serve`
-while it receives bodies that are far too large.
+"""`python -m tests.bench.server.flood [models] [language]`: measures health requests and memory of `cgcompile serve` while it
+receives far too large bodies.
 
     models      five bodies of 60 MB of JSON, thirty of 60 MB that never end, twenty of 3 MB of JSON, two of 30 MB of binary data
     language    twenty prompts of 4 MB, twenty lists of a million tokens, thirty bodies of 4 MB that never end

@@ -1,5 +1,4 @@
-"""Verification of an engine's graphs: which outputs are compared, what the new process receives, and which memory is restored. Host
-memory replaces GPU memory."""
+"""Verification of an engine's graphs: what is compared, sent to the new process, and restored. Host memory replaces GPU memory."""
 
 from __future__ import annotations
 
@@ -195,7 +194,7 @@ def test_an_output_that_a_graph_does_not_write_is_not_compared(plans: list[dict[
 
 
 def test_indices_that_a_graph_returns_and_reads_stay_valid(plans: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verification fills outputs. A value that is not a valid index would end the engine's process."""
+    """If the verification filled outputs with invalid indices, the engine's process would end."""
     engine, seen = Engine(), []
     row = replace(engine_bundle.engine().tensors[-1], dtype="int32")
     assert row.name == "result"

@@ -329,8 +329,8 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
 @pytest.mark.parametrize("turns", [1, 8])
 @pytest.mark.parametrize("name", ["phi3, long rope", "llama, long rope", "llama, dynamic rope"])
 def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None:
-    """After 24 tokens, Phi-3 recomputes its text with new rope factors; other models continue without recomputation. Requests run
-    in the same calls, and some lose their pages."""
+    """After 24 tokens, Phi-3 recomputes its text with new rope factors; other models continue. Requests share calls, and some lose
+    their pages."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler

@@ -44,8 +44,8 @@ SIZES, WIDTH = [1, 4], 8
 
 
 def recorded(recordable: Recordable, name: str, **changes: Any) -> Recorded:
-    """Returns recordings whose only node copies the input to the arena, at an offset that depends on `name`. After the weights
-    comes a table with this name as its contents."""
+    """Returns recordings that copy the input to the arena, at an offset that depends on `name`. A table with this name as contents
+    follows the weights."""
     layout, graphs, replays = recordable.layout, {}, {}
     target = 256 * len(name)
     for key in recordable.request.keys:

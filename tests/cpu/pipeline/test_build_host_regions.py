@@ -319,7 +319,7 @@ def trial(crossing: torch.Tensor, output: torch.Tensor) -> Trial:
 
 @pytest.mark.parametrize(("flipped", "passes"), [(0, True), (1, True), (3, False)])
 def test_rounding_may_turn_a_comparison_over_for_the_host(flipped: int, passes: bool) -> None:
-    """One in twenty thousand booleans that the host reads may differ, but not one of an output."""
+    """One in twenty thousand booleans for the host may flip, but none of an output."""
     mask, number = torch.arange(20000) % 3 == 0, torch.ones(4)
     got = mask.clone()
     got[:flipped] = ~got[:flipped]

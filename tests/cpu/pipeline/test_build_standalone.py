@@ -142,7 +142,7 @@ def test_products_of_other_numbers_are_not_tried(dtype: torch.dtype, tmp_path: P
 
 @measured
 def test_a_proof_that_fails_is_tried_again_with_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An example of such a failure is a comparison that rounding flips: products of torch's libraries round like eager PyTorch."""
+    """For example, rounding may flip a comparison; torch's own products round like eager PyTorch."""
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     plain: Callable[..., object] = pipeline.replay
 

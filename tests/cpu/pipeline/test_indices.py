@@ -1,5 +1,5 @@
-"""Indices that depend on rounding may differ without --allow, in the build and in replays, if the floats that they select are equal
-within tolerance."""
+"""Indices may differ by rounding, in builds and replays without --allow, if the floats that they select are equal within
+tolerance."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ def call(*arguments: object) -> str:
 
 
 def test_integers_that_differ_end_a_build_and_the_message_says_where(path: Path, manifest: Manifest) -> None:
-    """Each difference is less than 4 % of the largest index, the tolerance of bfloat16. Indices are compared exactly
-    nevertheless."""
+    """Each difference is less than bfloat16's 4 % of the largest index, but indices are compared exactly."""
     token = r"output token \(int64\): \d of 8 values differ, first at \[\d\]: 1000"
     words = f"batch=8: the bundle's outputs differ from eager PyTorch: {token}"
     with raises("proof-failed", match=words) as caught:

@@ -226,7 +226,7 @@ class Slow(Summing):
 
 
 def test_a_late_request_is_told_its_own_deadline(tmp_path: Path) -> None:
-    """A later call of a request has a shorter time limit than the request. The error must name the request's limit."""
+    """Later calls of a request have less time left. The error names the time limit of the request."""
     model = TextModel("m", Language(write_words(tmp_path)), ports(2), Slow(ports(2)).answer, 0.25)
     texts = model.encoded(["the cat"] * 4 * 4 * AT_ONCE, field="input", truncate=False)
     with pytest.raises(ExceptionGroup) as caught:

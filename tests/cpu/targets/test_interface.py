@@ -35,8 +35,8 @@ Log = Callable[[], list[str]]
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Log]:
-    """Returns a function. It sets CXX to a compiler that does `interface` when it compiles the interface, and returns a function
-    that reads the compiler's log."""
+    """Returns a function that sets CXX to a compiler with the action `interface` for the interface. That function returns one that
+    reads the log."""
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     path, log = tmp_path / "g++", tmp_path / "log"
 

@@ -1,4 +1,4 @@
-"""The steps of a program with several regions: copies between graphs and host, and the layouts of the copied values."""
+"""A program with several regions as steps: copies between graphs and host, and their layouts."""
 
 from __future__ import annotations
 

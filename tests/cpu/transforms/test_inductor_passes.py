@@ -63,7 +63,7 @@ class Emptied(torch.nn.Module):
 
 
 def test_a_bundle_begins_with_the_buffers_of_the_model(tmp_path: Path) -> None:
-    """Inductor copies one buffer to another while it compiles; the bundle must hold the values from before."""
+    """While Inductor compiles, it copies one buffer to another. The bundle has the values before."""
     path = cgcompile.build(Emptied(), lambda: (torch.zeros(4),), out=tmp_path / "emptied.cgb", target="cpu").path
     with cgbundle.load(path) as program:
         assert [float(program(torch.zeros(4))[0]) for _ in range(2)] == [0, 7]

@@ -101,8 +101,8 @@ def test_no_word_gives_infinity_or_a_waiting_time_of_zero(dtype: torch.dtype) ->
 
 @given(words, words, st.integers(1, (1 << 63) - 1) | st.integers(1, 1 << 32))
 def test_integers_lie_in_their_range(low: int, high: int, span: int) -> None:
-    """For ranges up to 2^31, an integer is the product of 64 random bits and the range, divided by 2^64. For larger ranges it is 63
-    random bits modulo the range. Neither overflows."""
+    """Up to a range of 2^31, an integer is 64 random bits times the range, divided by 2^64; above, 63 bits modulo the range.
+    Neither overflows."""
     integer = integers((torch.tensor(low), torch.tensor(high), *same(0)[:2]), span).item()
     drawn64 = low | high << 32
     assert integer == ((drawn64 * span) >> 64 if span <= 1 << 31 else (drawn64 & ((1 << 63) - 1)) % span)

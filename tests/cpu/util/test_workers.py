@@ -143,7 +143,7 @@ PROC = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /pr
 
 @PROC
 def test_what_a_worker_started_ends_with_it(kind: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a worker fails, the other ones are ended; a compiler that one of these has started must end too."""
+    """If one worker fails, the others are ended, and a compiler that they have started."""
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **more: popen(*arguments, **{"cwd": tmp_path, **more}))
     answers = ask(Kind(**kind), {name: Request(content=name, what="doing it") for name in ("compile", "who")}, 2)

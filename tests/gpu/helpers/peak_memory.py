@@ -18,7 +18,7 @@ def run(command: Sequence[str]) -> tuple[int, float, int]:
     """Returns the exit status, the seconds, and the peak memory of the process tree in bytes.
 
     Mapped files do not count. A process counts with its proportional share of anonymous and shared pages, if the kernel reports it.
-    Otherwise its anonymous pages count, or its resident memory if the kernel does not report these either.
+    Otherwise its anonymous pages count, or else its resident memory.
     """
     begin, most = time.monotonic(), 0
     process = subprocess.Popen(command)

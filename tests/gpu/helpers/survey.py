@@ -1,8 +1,8 @@
 """Records many cases and prints a text about each: `python -m tests.gpu.helpers.survey OUT name:level ...` (needs a GPU).
 
-The text of a case shows, by int_key, nodes by kind, the census of parameter words (tests/helpers/census.py), the arena, and the
-error against eager PyTorch. It also shows tables, module state, and whether a new process without torch replayed the case bit for
-bit. Cases run in child processes, `JOBS` at a time.
+The text shows nodes by kind, the census of parameter words (tests/helpers/census.py), tables, module state, arena, and the error
+against eager PyTorch. It also shows whether a new process without torch replayed the case bit for bit. Cases run in child
+processes, `JOBS` at a time.
 """
 
 from __future__ import annotations

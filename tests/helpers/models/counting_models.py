@@ -206,7 +206,7 @@ class Ambiguous(nn.Module):
 
 
 class Sized(nn.Module):
-    """A number that Python computes from data is the size of a tensor; before it comes a branch that is traced."""
+    """After a branch that is traced, a number computed from data is the size of a tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:

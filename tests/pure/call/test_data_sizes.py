@@ -27,8 +27,8 @@ SIZES = (DataSize(output=0, axis=0, count=3), DataSize(output=1, axis=1, count=3
 
 
 def manifest(**changes: Any) -> Manifest:
-    """Returns the manifest of a model whose outputs are the rows of an input [n, 2] with a positive first element, these rows
-    transposed, and their number."""
+    """Returns the manifest: the outputs are the rows of the input [n, 2] with a positive first element, the same transposed, and
+    their number."""
     tree = {"dict": [[output.name, {"tensor": index}] for index, output in enumerate(OUTPUTS[:3])]}
     base = signature([dimension("n", 3, pad="no", chunk=False)], [spec("x", "n", 2)], OUTPUTS, result=tree)
     return edited(base, data_sizes=SIZES, **changes)

@@ -155,8 +155,8 @@ def test_another_threads_session_is_busy(program: Program) -> None:
 def test_copies_are_the_drivers_where_the_library_gives_the_memory(
     program: Program, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the caller's library allocates the memory of an output, the driver copies the output. torch is such a library; here the
-    runtime's own library gets another name."""
+    """If the caller's library allocates the output, as torch does, the driver copies. Here the runtime's own library gets another
+    name."""
     monkeypatch.setattr(DLPack, "name", "another")
     monkeypatch.setattr(program, "_views", False)
     monkeypatch.setattr(program._outputs, "_views", False)

@@ -107,8 +107,7 @@ def test_a_dimension_that_cannot_be_padded_is_cut_exactly_or_refused(sizes: tupl
 
 @pytest.mark.parametrize("sizes", [(7, 11), (4, 6, 9), (1,), (12,), (3, 5, 12)])
 def test_calls_far_above_the_largest_size_waste_no_more_than_close_ones(sizes: tuple[int, ...]) -> None:
-    """For large calls, a shortcut uses the largest size for most rows and searches sizes for the remaining rows. It wastes no more
-    rows than a full search."""
+    """For large calls, a shortcut uses the largest size for most rows. It wastes no more rows than a full search."""
     largest = sizes[-1]
     for size in range(max(1, largest * largest - 3), largest * largest + 2 * largest + 3):
         assert best(sizes, size, exact=False) == (

@@ -1,5 +1,5 @@
-"""Takes (the graphs of an engine as one process read them) of two processes become the bundle's graphs. Tests relocations and every
-refusal, without a GPU and torch."""
+"""Takes of two processes (an engine's graphs as each read them) become the bundle's graphs: relocations, and every refusal. Needs
+no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ ONE, TWO = 0x7F00_0000_0000, 0x7E55_4000_0000
 
 
 class Process:
-    """An imaginary process of an engine. Its memory: tensors `cache` and `x`, two segments of the graphs' pool in `order`, a block
-    that torch uses, and an allocation of a library."""
+    """An imaginary process of an engine, with tensors `cache` and `x`, two pool segments in `order`, a block that torch uses, and
+    an allocation of a library."""
 
     def __init__(self, base: int, order: tuple[int, int] = (0, 1), contents: bytes = b"") -> None:
         self.base, self.x, self.cache = base, base + MEGA, base + 2 * MEGA

@@ -1,5 +1,5 @@
-"""Handwritten cases: which memory ranges of two processes are paired, what two takes (graphs as one process read them) must have in
-common, and which 8-byte words of parameters are addresses."""
+"""Handwritten cases: which memory ranges of two processes are paired, what two takes (graphs of a process) must have in common, and
+which words are addresses."""
 
 from __future__ import annotations
 

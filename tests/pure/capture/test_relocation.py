@@ -1,5 +1,5 @@
-"""Two takes (one graph as two processes read it) become one recording: pairing of memory, classification of words, places in the
-arena, and every refusal. Needs no GPU and no torch."""
+"""Two takes (a graph as two processes read it) become one recording: pairing, classification of words, placement, and every
+refusal. Needs no GPU and no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Captured graphs with branches and loops between them are joined to one list of rows, and split again. Two takes (such lists of
-two processes) become one recording."""
+"""Captured graphs with branches and loops between them become one list of rows, and back. Two takes (lists of two processes) become
+one recording."""
 
 from __future__ import annotations
 

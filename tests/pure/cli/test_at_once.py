@@ -1,6 +1,6 @@
-"""Commands that need no torch answer at once: they import neither torch nor Rich, and few modules in total. The number of modules
-is tested instead of seconds, since the machine may be busy. An answer takes 0.1 to 0.2 s of processor time with the counted
-modules; importing torch takes 2 s, Rich 0.1 s.
+"""Commands that need no torch answer at once: they import neither torch nor Rich, and few modules in total. Seconds are not tested,
+since the machine may be busy. An answer takes 0.1 to 0.2 s of processor time with the counted modules; importing torch takes 2 s,
+Rich 0.1 s.
 """
 
 from __future__ import annotations

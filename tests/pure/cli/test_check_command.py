@@ -37,8 +37,7 @@ REPORT = Report(
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns a function that runs the command with a fake report of the library. `call.options` holds the options that the library
-    got."""
+    """Returns a function that runs the command with a given report. `call.options` holds the library's options."""
 
     def run(report: Report, *arguments: str) -> Result:
         def check(model: str, **options: Any) -> Report:

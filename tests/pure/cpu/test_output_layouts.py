@@ -1,4 +1,4 @@
-"""The dtypes, shapes and strides of a shared object's outputs are compared with those in the manifest. A fake torch library returns
+"""Dtypes, shapes and strides of a shared object's outputs are compared with the manifest. A fake torch library returns
 what the test prescribes."""
 
 from __future__ import annotations

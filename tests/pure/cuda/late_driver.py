@@ -26,7 +26,7 @@ class LateDriver(FakeDriver):
             self.queue.append((int(stream), run, address))
 
     def work(self, stream: int | None, end: int | None = None) -> None:
-        """Runs the work that is enqueued on a stream (None: on any), up to item number `end` if it is given."""
+        """Runs work that is enqueued on a stream (None: on any), before item `end` if given."""
         for place, item in enumerate(self.queue[:end]):
             if item is not None and stream in (None, item[0]):
                 self.queue[place] = None

@@ -363,8 +363,8 @@ def test_chunks_cover_the_pieces_once() -> None:
 
 
 def ways(monkeypatch: pytest.MonkeyPatch, readers: int, slots: int, chunk: int, lanes: int) -> upload.Way:
-    """Returns the settings of an upload with small chunks, which uses lanes (reads by glibc's threads) as if the file were in the
-    page cache."""
+    """Returns settings of an upload with small chunks and lanes (reads by glibc's threads), as if the file were in the page
+    cache."""
     monkeypatch.setattr(upload, "is_cached", lambda file: True)
     return upload.Way(readers, slots, True, chunk, lanes)
 

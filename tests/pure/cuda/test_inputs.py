@@ -1,5 +1,5 @@
-"""A launch reads inputs in the caller's memory, on a fake driver: instead of a copy, parameters of the graph are set. Answers are
-right for any sequence of addresses. Inputs that a launch cannot read in place are copied."""
+"""A launch reads inputs in the caller's memory, on a fake driver: parameters are set instead of copies. Answers are right for any
+sequence of addresses. Other inputs are copied."""
 
 from __future__ import annotations
 

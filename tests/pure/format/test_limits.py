@@ -257,8 +257,7 @@ def test_brackets_in_texts_are_no_depth(text: bytes, depth: int) -> None:
 
 @pytest.mark.parametrize("room", [60, 120, 250, 500])
 def test_a_caller_that_is_deep_in_its_stack_gets_a_line_of_ours(room: int) -> None:
-    """The caller has only `room` frames left before Python's recursion limit. The second manifest is valid, but its files are
-    missing. It may be read or refused."""
+    """Only `room` frames are left before Python's recursion limit. The second manifest is valid (without files) and may be read."""
     messages: list[str] = []
     datas = [sealed(spelled(text, "result")) for text in (deep(200), tree(60), deep(980))]
 

@@ -236,7 +236,7 @@ def test_arenas_of_real_programs_are_close_to_the_bound(rows: list[tuple[int, in
 
 
 def test_orders_are_changed_when_all_that_are_tried_first_waste_memory() -> None:
-    """A search has found these programs: with the fixed orders they need 256 bytes more than the bound."""
+    """With the fixed orders, these programs need 256 bytes more than the bound."""
     rows = [(6, 6, 7), (7, 1, 5), (7, 2, 3), (5, 5, 7), (5, 6, 7), (2, 2, 3)]
     memory_plan = plan(intervals([(256 * blocks, first, last) for blocks, first, last in rows]))
     assert memory_plan.arena - PAD == memory_plan.bound == 16 * 256

@@ -99,8 +99,7 @@ def program(
 
 
 def parts(program: LoweredProgram) -> str:
-    """Returns a letter for every launch: "w" if it waits for the previous one, "b" if it lets the next one start, "x" for both, "."
-    for neither."""
+    """Returns a letter for every launch: "w" if it waits, "b" if it lets the next one start, "x" for both, "." for neither."""
     letters = ""
     for event in program.lowered.events:
         if isinstance(event, Launch):

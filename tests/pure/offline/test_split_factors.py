@@ -31,7 +31,7 @@ def problem(m: int, n: int, k: int, dtype: str = "bfloat16", kind: str = "mm") -
 
 
 def table(times: dict[Problem, float]) -> Table:
-    """Returns a table with two candidates for each problem: one with this time, and a slower one that must not be used."""
+    """Returns a table: for each problem a candidate with this time, and a slower one that must not be used."""
     slower = replace(TILE, stages=1)
     return {known: [(TILE, time), (slower, 100 * time)] for known, time in times.items()}
 

@@ -1,5 +1,4 @@
-"""The interpreter may keep blocks of addresses as sums. Loads from these give the same elements as loads from computed
-addresses."""
+"""The interpreter keeps blocks of addresses as sums: loads give the same elements as with computed addresses."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_the_cuts_are_the_fewest_that_any_order_allows(graph: tuple[list[Kind], 
 
 
 def test_five_hundred_programs() -> None:
-    """Random programs of up to 80 operations are chains with skip connections, like models. Many of them need several layers."""
+    """Random programs of up to 80 operations are chains with skip connections, like models. Many need several layers."""
     rng = random.Random(0)
     counts = []
     for _ in range(500):
@@ -188,8 +188,7 @@ def test_the_only_graph_stays_and_of_several_the_largest() -> None:
 
 
 def test_what_another_graph_can_take_does_not_go_to_the_host() -> None:
-    """Operation 3 comes after the host's operation, but depends only on the first graph. So it moves to that graph, not to the
-    host."""
+    """Operation 3 of the small graph depends only on the first graph, and moves there."""
     kinds: list[Kind] = ["graph", "host", "graph", "graph", "host", "graph"]
     layers = cut(kinds, [(0, 1), (1, 2), (2, 4), (4, 5), (0, 3)], small=2)
     assert [layer.kind for layer in layers] == ["graph", "host", "graph"]

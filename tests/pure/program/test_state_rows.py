@@ -112,7 +112,7 @@ def test_numbers_that_cannot_be(bundle: tuple[Manifest, Path], asked: dict[str, 
 
 
 def test_memory_is_shared_out(bundle: tuple[Manifest, Path]) -> None:
-    """Dimensions of state get equal parts of the memory. The other dimension also gets what one does not need."""
+    """Dimensions get equal parts of the memory. The other one also gets the unused rest of a part."""
     lines, total = bundle[0].state_dimensions[0].weights
     two = (StateDimension(name="a", weights=(lines,)), StateDimension(name="b", weights=(total,)))
     room = Room(2 * (24000 + LINES), 0.5, "the machine")

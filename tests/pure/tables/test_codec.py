@@ -199,7 +199,7 @@ def test_the_columns_stand_in_the_order_of_the_layout() -> None:
 
 
 def test_only_columns_are_asked_of_a_table() -> None:
-    """For a type checker, a table has any attribute; a wrong name of a column must raise an error."""
+    """A type checker accepts any name as a column, so a wrong one must raise."""
     known = {column.name for column in BRANCHING.columns} | {"counts", "images", "symbols", "where"}
     assert set(Table.__slots__) == known
     asked = set()

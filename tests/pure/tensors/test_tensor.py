@@ -136,7 +136,7 @@ def test_a_tensor_shows_what_it_is_and_few_of_its_values(
 
 @given(shapes, st.data())
 def test_values_are_shown_as_they_lie_in_any_layout(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """The text of a tensor is a short line. It has all values if there are few, otherwise the first and the last ones."""
+    """A tensor's text is a short line with all values if there are few, else the first and last ones."""
     order = data.draw(st.permutations(range(len(shape))))
     source = tensor.from_bytes(bytes([number % 256 for number in range(prod(shape))]), "uint8", shape)
     laid = tensor.empty("uint8", shape)

@@ -222,8 +222,7 @@ def test_a_reason_is_the_kind_and_the_first_line() -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Returns a function that runs the command with a fake report of the library. `call.options` holds the options that the library
-    got."""
+    """Returns a function that runs the command with a given report. `call.options` holds the library's options."""
     bundle = write_bundle(tmp_path / "tiny.cgb")
 
     def run(report: Benchmark, *arguments: str) -> Result:

@@ -167,8 +167,8 @@ def _others(value: Any) -> list[Any]:
 
 
 def _uncounted(path: tuple[Any, ...]) -> bool:
-    """Returns whether `diff` need not report a field: the files are compared instead, it has no meaning, or other fields determine
-    it (int_keys)."""
+    """Returns whether `diff` need not report a field: files are compared instead, it is ignored, or it follows from the dimensions
+    (int_keys)."""
     names = [part for part in path if isinstance(part, str)]
     return (
         names[0] in ("sha256", "files", "module_state")

@@ -1,5 +1,5 @@
-"""push and pull with malicious remotes use no path outside of the bundle, read no byte more than the manifest says, and publish no
-file without a checked hash."""
+"""push and pull with malicious remotes use no path outside the bundle, read no extra byte, and publish no file with an unchecked
+hash."""
 
 from __future__ import annotations
 

@@ -77,8 +77,7 @@ def test_it_finds_what_comparing_all_pairs_does(program: Program) -> None:
 
 @pytest.mark.parametrize("begin", [0, 2], ids=["before", "behind"])
 def test_the_message_names_the_two_values(begin: int) -> None:
-    """Step 1 overwrites its own input, which is allowed. Step 2 overwrites a value that step 3 reads. `begin` is the offset of step
-    1's value."""
+    """Step 1 overwrites its own input (allowed), step 2 a value that step 3 reads. `begin`: the offset of step 1's value."""
     steps = [Step(kind="graph", region=0, file="", inputs=inputs, outputs=(index,)) for index, inputs in enumerate([(), (0,), ()])]
     steps.append(Step(kind="graph", region=0, file="", inputs=(1, 2), outputs=()))
     values = (value("arena", 0, 4), value("arena", begin, 4), value("arena", 0, 4))

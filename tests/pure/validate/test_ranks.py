@@ -108,8 +108,7 @@ def test_a_rank_of_other_entries_is_refused(path: Path) -> None:
 def test_a_rank_that_exchanges_other_data_is_refused(
     path: Path, change: Callable[[Recording], Recording], expected: tuple[int, int]
 ) -> None:
-    """This rank would wait for the others forever, or they for it. `expected`: its number of exchanges, and the first different
-    one."""
+    """It would wait forever for the others, or they for it. `expected`: its number of exchanges, and the first different one."""
     image = hashlib.sha256(IMAGE).hexdigest()
     once = rank_bundles.recording(image, KEYS[0], rank_bundles.kernels(2, 1, IMAGE))
     name = f"graphs/g0-{KEYS[0]}.bin"

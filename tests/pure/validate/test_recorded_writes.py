@@ -52,8 +52,8 @@ TABLE = Table(tables.encode(Recording(key=(), functions=(FUNCTION,), nodes=NODES
 
 
 def beside(memory: int, offset: int, size: int, *, named: bool = False) -> Program:
-    """Returns a program: step 0 writes a value of `size` bytes, step 1 is the recording (the value is one of its inputs if
-    `named`), step 2 reads the value."""
+    """Returns a program: step 0 writes a value of `size` bytes, step 1 is the recording (with the value as input if `named`), step
+    2 reads the value."""
     kept = Value(dtype="uint8", shape=(size,), strides=(1,), memory=MEMORIES[memory], offset=offset)
     other = Value(dtype="uint8", shape=(1,), strides=(1,), memory="arena", offset=0xF000)
     rows = (((), (0,)), ((0,) if named else (), (1,)), ((0,), (2,)))

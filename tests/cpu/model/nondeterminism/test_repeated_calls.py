@@ -181,8 +181,7 @@ def test_draws_can_be_had_from_either_end(rngs: Any) -> None:
 
 
 def test_every_distribution_ends_at_the_ends(rngs: Any) -> None:
-    """The test's generators always return an end of their range. Some distributions draw again until a condition holds, and must
-    end."""
+    """Some distributions draw again until a condition holds: they must end if a generator returns only an end of its range."""
     for state in rngs[0].ends(rngs[0].read()):
         rngs[0].write(state)
         assert random.normalvariate(0, 1) and random.gauss(0, 1) and random.randrange(7) < 7 and random.choice("ab")

@@ -43,7 +43,7 @@ class Odd(torch.nn.Module):
 
 
 class Device(torch.fx.Interpreter):
-    """Runs a device's share of the program in a thread, which waits for the other devices at each exchange."""
+    """Runs a device's share in a thread, which waits for the others at each exchange."""
 
     def __init__(self, program: ExportedProgram, rank: int, met: threading.Barrier, sent: list[Any]) -> None:
         super().__init__(program.graph_module)
