@@ -91,8 +91,8 @@ def place_of(folder: Path, job: Job) -> Path:
 def _share(number: int, jobs: int) -> set[int]:
     """Returns the processors of job `number` of `jobs` concurrent ones; at least two, because a build compiles two kernels at
     once."""
-    every = sorted(os.sched_getaffinity(0))
-    return {every[(number * len(every) // jobs + more) % len(every)] for more in range(max(2, len(every) // jobs))}
+    cpus = sorted(os.sched_getaffinity(0))
+    return {cpus[(number * len(cpus) // jobs + offset) % len(cpus)] for offset in range(max(2, len(cpus) // jobs))}
 
 
 def _own(jobs: int) -> int:
@@ -160,8 +160,8 @@ def _process(
             return replace(nothing, verdict=verdict, message=why, seconds=time.perf_counter() - begun)
         log.seek(0)
         lines = log.read().decode(errors="replace").strip().splitlines()
-    taken = time.perf_counter() - begun
+    seconds = time.perf_counter() - begun
     if process.returncode == 0 and lines and lines[-1].startswith('{"name"'):
-        return replace(Row(**json.loads(lines[-1])), seconds=taken)
-    said = lines[-1] if lines else "nothing"
-    return replace(nothing, message=f"exit status {process.returncode}: {said}", seconds=taken)
+        return replace(Row(**json.loads(lines[-1])), seconds=seconds)
+    last_line = lines[-1] if lines else "nothing"
+    return replace(nothing, message=f"exit status {process.returncode}: {last_line}", seconds=seconds)

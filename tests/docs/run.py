@@ -92,8 +92,8 @@ class Runner:
             return answer
         if self._commands is None:
             self._commands = Worker("tests.docs.forked", self.base, self.environment)
-        asked = {"arguments": list(arguments), "folder": str(folder), "environment": self.environment | variables}
-        answer = self._commands.ask(asked)
+        request = {"arguments": list(arguments), "folder": str(folder), "environment": self.environment | variables}
+        answer = self._commands.ask(request)
         self.seconds.append((round(answer["seconds"], 1), shlex.join(arguments)))
         if key and answer["status"] == 0:
             last = folder / answer["output"].splitlines()[-1]
@@ -116,10 +116,10 @@ class Worker:
             stdout=subprocess.PIPE,
         )  # fmt: skip
 
-    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Sends a request and returns the answer. Raises AssertionError if the process has ended."""
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, f"the process ended with status {self._process.wait()}"

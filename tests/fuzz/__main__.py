@@ -86,8 +86,8 @@ def batch(golden: Path, first: int, last: int, until: float = 0.0) -> Tally:
             if not open_case:  # the last case had ended, but its side effects killed the process
                 open_case = done.splitlines()[-1].rpartition(" ")[0]
             number, kind, *_ = [*open_case.split(" "), "", ""]
-            how = f"hung: over {HANG} s" if hung else f"crashed: status {process.returncode}: {_where(err)}"
-            tally.add(name, int(number), kind or "none", how)
+            outcome = f"hung: over {HANG} s" if hung else f"crashed: status {process.returncode}: {_where(err)}"
+            tally.add(name, int(number), kind or "none", outcome)
             first = int(number) + 1
     return tally
 

@@ -64,9 +64,9 @@ def child(model: str, options: dict[str, Any], answer: Path, *, rounds: int) -> 
         sizes = [lengths[number % len(lengths)] for number in range(count)]
         return [{"prompt_token_ids": [draw.randrange(1000, 30000) for _ in range(size)]} for size in sizes]
 
-    def generate(asked: list[Any], tokens: int) -> list[list[int]]:
+    def generate(requests: list[Any], tokens: int) -> list[list[int]]:
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        return [list(row.outputs[0].token_ids) for row in engine.generate(asked, sampling, use_tqdm=False)]
+        return [list(row.outputs[0].token_ids) for row in engine.generate(requests, sampling, use_tqdm=False)]
 
     first = generate(prompts(1, 128), 1)
     answered = time.time()
