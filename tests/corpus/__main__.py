@@ -2,16 +2,16 @@
 
     python -m tests.corpus --target cpu --jobs 2 --only 'transformers/text' --results corpus.jsonl
     python -m tests.corpus --target cuda --jobs 64 --gpus 4 --minutes 8 --results corpus.jsonl
-    python -m tests.corpus --target sm_90 --keep bundles --bare where there is no GPU ...
-    python -m tests.corpus --target sm_90 --replay bundles      ... and where it is, with the same results
+    python -m tests.corpus --target sm_90 --keep bundles --bare  on a machine without a GPU ...
+    python -m tests.corpus --target sm_90 --replay bundles      ... and then on one with a GPU, with the same results file
     python -m tests.corpus --list
     python -m tests.corpus --target sm_90 --left                cases without a row
     python -m tests.corpus --table corpus.jsonl
 
 When a case ends, its row is written to the results file and synced to disk.  Cases that have a row are skipped.  So a run that was
-killed or stopped (an interrupt, --minutes) continues when it is started again.  The order mixes the families, so that a stopped
-run is a fair sample.  Exit status 1 if a case was wrong, crashed, timed out, or failed without a finding about a line of the
-model; 130 after an interrupt.
+killed or stopped (an interrupt, --minutes) continues when it is started again.  The order mixes the families (names without their
+last part), so that the cases of a stopped run are a fair sample.  Exit status 1 if a case was wrong, crashed, timed out, or failed
+without a finding about a line of the model; 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> int:
     def tell(row: Row) -> None:
         if args.replay and (built := before.get((row.name, row.target))):
             row = replace(row, seconds=built.seconds + row.seconds, stages={**(built.stages or {}), **(row.stages or {})})
-        if not (args.replay and row.verdict in UNDONE):  # keep the old row: the bundle waits for another run
+        if not (args.replay and row.verdict in UNDONE):  # no new row: a later run compares the bundle
             append(args.results, row)
         print(f"{row.seconds:6.1f} s  {row.target:5}  {row.verdict:14}  {row.name}  {row.message[:160]}", flush=True)
 
@@ -103,7 +103,7 @@ def main() -> int:
 
 
 def spread(cases: Sequence[Case]) -> list[Case]:
-    """Returns the cases in an order in which every prefix has each family in proportion, so that a stopped run is a fair sample."""
+    """Returns the cases in an order in which any first part has all families in proportion: a stopped run is a fair sample."""
     families: dict[str, list[Case]] = {}
     for case in cases:
         families.setdefault(case.family, []).append(case)

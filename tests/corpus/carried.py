@@ -1,4 +1,4 @@
-"""Removes weights from a bundle that its case can make again. Bundles are built on one machine and compared on another."""
+"""Removes those weights from a bundle that its case can make again. The bundle becomes small enough to copy to another machine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ KEPT = "weights.kept"
 
 
 def draw_alike_everywhere() -> None:
-    """Makes truncated normal weights the same on every machine, for this process. torch draws them with an MKL function whose code
-    depends on the processor's vendor. This replaces it by torch's own function, in double."""
+    """Makes truncated normal weights of this process the same on every machine. torch's `erfinv_` is an MKL function, whose code
+    depends on the processor's vendor. It is replaced by one in float64."""
 
     def erfinv_(self: torch.Tensor) -> torch.Tensor:
         return self.copy_(torch.special.ndtri((self.double() + 1) / 2) / math.sqrt(2))
@@ -28,7 +28,7 @@ def draw_alike_everywhere() -> None:
 
 
 def leave_out_weights(bundle: Path, module: torch.nn.Module) -> None:
-    """Removes the weights of a bundle in place; it cannot be loaded until `with_weights`."""
+    """Removes the weights of a bundle in place; it cannot be loaded until `with_weights` has restored them."""
     path, tensors = bundle / file_names.WEIGHTS, _tensors(module)
     with open(path, "rb") as file:
         entries = safetensors.read_header(file, str(path))

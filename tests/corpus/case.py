@@ -27,8 +27,8 @@ BATCH: Mapping[str, tuple[int, ...]] = {"batch": (1, 4)}
 class Case:
     """A model of the corpus. `make` returns the module and its `inputs` function, with the same weights in every process.
 
-    `name` is `package/model`; `needs` lists the packages besides torch. `sizes` are recorded. `members` are run one by one if this
-    case, which contains them all, is not right.
+    `name` is `package/model`; `needs` lists the packages besides torch. `sizes` are recorded. A case may be a group: it contains
+    all `members`, which run one by one if the group is not right.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Case:
 
 @contextmanager
 def as_for(target: str) -> Iterator[None]:
-    """Hides the GPU from torch in this block when cross-compiling. Packages check for a GPU when they are imported and when a model
-    is made, and then draw other weights. Cross-compiled models are made without a GPU, so they must be made so again."""
+    """Hides the GPU from torch in this block if `target` is cross-compiled. Some packages draw other weights if they see a GPU when
+    they are imported or make a model. The builds see none, so the model must be made without one again."""
     if not target.startswith("sm_"):
         yield
         return

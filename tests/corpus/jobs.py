@@ -59,8 +59,8 @@ class Job:
 
 
 def run(plan: Plan, jobs: Iterable[Job], tell: Callable[[Row], None]) -> None:
-    """Runs the jobs in order; if a group is not right, also its members. `tell` is called under a lock. When the run is stopped by
-    `until` or an interrupt, running jobs are ended and reported as stopped. The interrupt is raised again."""
+    """Runs the jobs in order, and also the members of each case that is not right. `tell` receives each row, one at a time. When
+    the run is stopped by `until` or an interrupt, running jobs are ended and reported as stopped. The interrupt is raised again."""
     todo, lock, stop = deque(jobs), threading.Lock(), threading.Event()
 
     def work(number: int) -> None:
@@ -89,14 +89,14 @@ def place_of(folder: Path, job: Job) -> Path:
 
 
 def _share(number: int, jobs: int) -> set[int]:
-    """Returns the processors of one of `jobs` concurrent jobs; at least two, the number of kernels that a build compiles at
+    """Returns the processors of job `number` of `jobs` concurrent ones; at least two, because a build compiles two kernels at
     once."""
-    every = sorted(os.sched_getaffinity(0))
-    return {every[(number * len(every) // jobs + more) % len(every)] for more in range(max(2, len(every) // jobs))}
+    cpus = sorted(os.sched_getaffinity(0))
+    return {cpus[(number * len(cpus) // jobs + offset) % len(cpus)] for offset in range(max(2, len(cpus) // jobs))}
 
 
 def _own(jobs: int) -> int:
-    """Returns the number of processors that only this job uses, at least one."""
+    """Returns the number of processors that a job does not share with others, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // jobs)
 
 
@@ -140,7 +140,7 @@ def _process(
     arguments = [job.case.name, job.target, str(bundle), plan.prove, str(os.getpid()), *more]
     command = [sys.executable, "-m", "tests.corpus.worker", *arguments]
     share = _share(number, plan.jobs)
-    # one thread each; the number of compile processes is the number of processors that only this case uses
+    # one OpenMP thread per process, and a compile process for each processor that only this case uses
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": str(_own(plan.jobs)), "TMPDIR": str(scratch),
         "CACHE_PATH": str(scratch),  # se3-transformer-pytorch caches tensors there, on the GPU if the first process has one
@@ -160,8 +160,8 @@ def _process(
             return replace(nothing, verdict=verdict, message=why, seconds=time.perf_counter() - begun)
         log.seek(0)
         lines = log.read().decode(errors="replace").strip().splitlines()
-    taken = time.perf_counter() - begun
+    seconds = time.perf_counter() - begun
     if process.returncode == 0 and lines and lines[-1].startswith('{"name"'):
-        return replace(Row(**json.loads(lines[-1])), seconds=taken)
-    said = lines[-1] if lines else "nothing"
-    return replace(nothing, message=f"exit status {process.returncode}: {said}", seconds=taken)
+        return replace(Row(**json.loads(lines[-1])), seconds=seconds)
+    last_line = lines[-1] if lines else "nothing"
+    return replace(nothing, message=f"exit status {process.returncode}: {last_line}", seconds=seconds)

@@ -43,15 +43,16 @@ PLACE = re.compile(r"[^\s:'\"()]+\.py:\d+")
 
 
 def judge(case: Case, target: str, bundle: Path, prove: str) -> Row:
-    """Builds `case` at `bundle` and compares it if this machine can run it. Errors that are not CgbundleError are raised."""
+    """Builds `case` at `bundle`, and compares the bundle if this machine can run it. Errors that are not CgbundleError are
+    raised."""
     begun = time.perf_counter()
     module, inputs = case.build()
     stages = {"make": time.perf_counter() - begun}
     if target == CHECK:
         return checked(case, module, inputs)
-    more = {"record": "cross-compile", "prove": prove} if target.startswith("sm_") else {}
+    options = {"record": "cross-compile", "prove": prove} if target.startswith("sm_") else {}
     try:
-        built = cgcompile.build(module, inputs, sizes=dict(case.sizes), out=bundle, target=target, **more)
+        built = cgcompile.build(module, inputs, sizes=dict(case.sizes), out=bundle, target=target, **options)
     except CgbundleError as error:
         return refusal(case, target, error)
     stages |= dict(built.seconds)
@@ -93,17 +94,17 @@ def refusal(case: Case, target: str, error: CgbundleError) -> Row:
 
 def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float]) -> Row:
     """Loads a bundle and calls it at every recorded size and between them. Adds its times to `stages`."""
-    # eager PyTorch's convolutions use TF32: captured bundles have bounds that allow for it, cross-compiled ones have not
+    # eager PyTorch's convolutions use TF32: the bounds of captured bundles allow for it, those of cross-compiled bundles do not
     torch.backends.cudnn.allow_tf32 = target == "cuda"
-    taken = dict(stages)
+    all_stages = dict(stages)
     begun = time.perf_counter()
     with cgbundle.load(str(bundle)) as program:
-        taken["load"] = time.perf_counter() - begun
+        all_stages["load"] = time.perf_counter() - begun
         begun = time.perf_counter()
         worst, complaint, between = _calls(case, program, target)
-        taken["compare"] = time.perf_counter() - begun
+        all_stages["compare"] = time.perf_counter() - begun
     verdict = WRONG if complaint else RIGHT
-    return Row(name=case.name, target=target, verdict=verdict, message=complaint, between=between, error=worst, stages=taken)
+    return Row(name=case.name, target=target, verdict=verdict, message=complaint, between=between, error=worst, stages=all_stages)
 
 
 def _calls(case: Case, program: cgbundle.Program, target: str) -> tuple[float, str, str]:

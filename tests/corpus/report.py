@@ -1,4 +1,4 @@
-"""Rows as readable tables."""
+"""Formats rows as tables for a terminal."""
 
 from __future__ import annotations
 

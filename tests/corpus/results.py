@@ -60,8 +60,8 @@ def append(path: Path, row: Row) -> None:
     with open(path, "ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
-        whole = file.read(1) in (b"", b"\n")
-        file.write(b"" if whole else b"\n")
+        complete = file.read(1) in (b"", b"\n")
+        file.write(b"" if complete else b"\n")
         file.write(json.dumps(row.plain()).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

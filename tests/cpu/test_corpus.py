@@ -87,7 +87,7 @@ def weights() -> dict[str, float]:
 
 
 def test_truncated_normals_are_torchs_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MKL's values differ on processors of another vendor, which one machine cannot show."""
+    """On processors of another vendor MKL's values differ, which a test on one machine cannot show."""
     monkeypatch.setattr(torch.Tensor, "erfinv_", torch.Tensor.erfinv_)  # so that it is restored
 
     def drawn() -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_a_bundle_is_called_with_other_inputs_and_between_the_sizes(bundle: Path
     case = Case(name="tiny", make=tiny_model)
     row = replayed(case, "cpu", bundle, {"export": 1.0})
     assert (row.verdict, row.message, row.between) == (RIGHT, "", "right")
-    assert 0 < row.error < 1  # other inputs than the self-test's, with other rounding
+    assert 0 < row.error < 1  # these inputs are not those of the self-test, so results are rounded differently
     assert row.stages is not None and row.stages.keys() == {"export", "load", "compare"}
 
     def changed() -> Made:

@@ -26,11 +26,11 @@ def main() -> None:
     for module in MODULES:
         import_module(module)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         with tempfile.TemporaryFile() as output:
             child = os.fork()
             if not child:
-                run(asked["arguments"], asked["folder"], asked["environment"], output.fileno())
+                run(request["arguments"], request["folder"], request["environment"], output.fileno())
             _, status, used = os.wait4(child, 0)
             output.seek(0)
             text = output.read().decode(errors="replace")

@@ -118,7 +118,7 @@ def _class(name: str, value: type) -> Iterator[str]:
     if dataclasses.is_dataclass(value):
         yield "\n".join(f"- `{field.name}: {_annotation(field.type)}`" for field in dataclasses.fields(value))
     if _is_error(value) and value is not cgbundle.errors.CgbundleError:
-        return  # their attributes are those of the base
+        return  # the page shows them with the base class
     for member, attribute in members(value).items():
         if isinstance(attribute, property):
             yield f"### {name}.{member}"

@@ -32,13 +32,13 @@ PORT = "8123"
 
 DEAR = ("slow", "gpu")
 PATIENCE = 300
-"""Seconds within which a background command must print its first line."""
+"""Seconds within which a background command must print the output that the page shows."""
 
 
 class Runner:
-    """Runs pages in folders below `base`. It is a context manager, which ends its processes.
+    """Runs pages in folders below `base`. As a context manager, it ends its processes at exit.
 
-    `seconds` has the CPU time of every `cgcompile` command. `whole` may hold "slow" and "gpu" to run blocks of that kind too. A
+    `seconds` has the CPU time of every `cgcompile` command. `whole` may hold "slow" and "gpu": blocks with these words run too. A
     build that another page has made is copied.
     """
 
@@ -67,8 +67,8 @@ class Runner:
             self._commands.close()
 
     def page(self, page: Path) -> Path:
-        """Runs a page once, after the pages that it begins after, and returns its folder. Raises AssertionError with the page's
-        line."""
+        """Runs a page once, after the pages named in its `<!-- after: ... -->` comments, and returns its folder. Raises
+        AssertionError with the page's line."""
         page = page.resolve()
         if page not in self._ran:
             text = page.read_text(encoding="utf-8")
@@ -92,8 +92,8 @@ class Runner:
             return answer
         if self._commands is None:
             self._commands = Worker("tests.docs.forked", self.base, self.environment)
-        asked = {"arguments": list(arguments), "folder": str(folder), "environment": self.environment | variables}
-        answer = self._commands.ask(asked)
+        request = {"arguments": list(arguments), "folder": str(folder), "environment": self.environment | variables}
+        answer = self._commands.ask(request)
         self.seconds.append((round(answer["seconds"], 1), shlex.join(arguments)))
         if key and answer["status"] == 0:
             last = folder / answer["output"].splitlines()[-1]
@@ -116,10 +116,10 @@ class Worker:
             stdout=subprocess.PIPE,
         )  # fmt: skip
 
-    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Sends a request and returns the answer. Raises AssertionError if the process has ended."""
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, f"the process ended with status {self._process.wait()}"
@@ -221,7 +221,7 @@ class PageRun:
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
             answer = {"status": done.returncode, "output": done.stdout}
-        got = answer["output"].replace(", from the cache", "")  # another page may have built the same model first
+        got = answer["output"].replace(", from the cache", "")  # printed if another page has built the same model
         assert answer["status"] == status, f"$ {one.line}\nexit status {answer['status']}, expected {status}:\n{got}"
         assert not one.shown or not (missing := difference(one.shown, got)), f"$ {one.line}\nexpected: {missing}\ngot:\n{got}"
 

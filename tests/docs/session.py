@@ -22,11 +22,11 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())
     names: dict[str, Any] = {"__name__": "__main__"}
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         printed, failed = io.StringIO(), ""
         with redirect_stdout(printed):
             try:
-                exec(compile(asked["code"], asked["name"], "exec"), names)
+                exec(compile(request["code"], request["name"], "exec"), names)
             except Exception as error:  # noqa: BLE001 (a page may show any error)
                 failed = "".join(traceback.format_exception_only(error)).strip()
                 traceback.print_exc()

@@ -1,13 +1,14 @@
-"""Compares a small copy of every causal language model of transformers with its `generate`, in eager PyTorch.
+"""Compares the texts of a small copy of every causal language model of transformers with those of its `generate`, in eager PyTorch.
 
-python -m tests.families                 # all of them: equal, refused (and why), WRONG, traceback
+python -m tests.families                 # all models: prints equal, refused (and why), WRONG or traceback
 python -m tests.families llama4_text "llama, dynamic rope" "qwen2_5_vl, text half"
 python -m tests.families --build 10      # builds the first ten equal ones and compares their bundles for the CPU
 python -m tests.families --build 1 --target cuda llama    # captured on this GPU; sm_90: cross-compiled and replayed on it
 python -m tests.families --tokens 18     # fewer tokens after each prompt
 
-Prompts of 3, 17 and 30 tokens share every call.  Their texts are longer than every window, chunk and original context of the small
-copy.  When the first text has ended, another one takes its pages and its slot beside the others.  All texts must equal `generate`.
+Prompts of 3, 17 and 30 tokens share every call.  Prompt and answer together are longer than every window, chunk and original
+context of the small copy.  When the first text has ended, a new text takes its pages and its slot.  All texts must equal
+`generate`.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from .cases import FEATURES, NEEDED
 HALF = ", text half"
 
 TOKENS = 18
-"""Default number of tokens after each prompt."""
+"""Number of tokens after each prompt that `judged` compares by default; the default of `--tokens` is 64."""
 
 warnings.filterwarnings("ignore")
 
 
 def main() -> int:
-    """Returns 0 if every family is equal or refused by name."""
+    """Returns 1 if the text of a model is wrong or its comparison fails, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.families", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="model types, and features of tests/families/cases.py")
-    parser.add_argument("--build", type=int, default=0, metavar="N", help="build so many that are equal, a minute or two each")
-    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="so many behind each prompt (default: 64)")
-    parser.add_argument("--target", default="cpu", metavar="TARGET", help="of what is built: cpu, cuda or sm_90 (default: cpu)")
+    parser.add_argument("--build", type=int, default=0, metavar="N", help="build the first N equal models, one or two minutes each")
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="number of tokens after each prompt (default: 64)")
+    parser.add_argument("--target", default="cpu", metavar="TARGET", help="target of the builds: cpu, cuda or sm_90 (default: cpu)")
     options = parser.parse_args()
     wanted, builds, tokens = options.names, options.build, options.tokens
     import torch
@@ -72,7 +73,8 @@ def halves() -> list[str]:
 
 
 def judged_half(name: str, tokens: int) -> str:
-    """Returns `judged` of the text part of a multimodal model, which `build` takes from a folder with the complete model."""
+    """Does what `judged` does, for the text part of a multimodal model: takes it from a folder with the complete model, as `build`
+    does."""
     from cgcompile.errors import ModelError
     from cgcompile.language_models.comparison.refusal import error_text
     from cgcompile.language_models.comparison.texts import compare_texts
@@ -168,7 +170,7 @@ def judged(name: str, tokens: int = TOKENS) -> str:
     """Returns `equal`, `refused: why`, `WRONG: where` or `traceback: what` of a model type or feature. Returns `no configuration:
     why` if transformers cannot make the default one.
 
-    WRONG means that only the comparison notices a different text: no rule names the feature of the model.
+    WRONG means that the texts differ although no check refused the model.
     """
     from transformers import AutoConfig
 

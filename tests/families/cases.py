@@ -105,4 +105,4 @@ FEATURES: dict[str, dict[str, Any]] = {
     "deepseek_v3, yarn rope": {"model_type": "deepseek_v3", "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "hrm_text, prefixes": {"model_type": "hrm_text", "prefix_lm": True},
 }  # fmt: skip
-"""By name: features of the masks, ropes and caches of real models."""
+"""By name: configurations with features of the masks, ropes and caches of real models."""

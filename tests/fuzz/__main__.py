@@ -42,7 +42,7 @@ FINDS = ("wrong", "foreign", "memory", "crashed", "hung")
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """Number of cases by kind and by outcome, and the finds as lines."""
+    """Number of cases by kind and by outcome, and a line for every find (FINDS)."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -83,18 +83,18 @@ def batch(golden: Path, first: int, last: int, until: float = 0.0) -> Tally:
                 raise RuntimeError(
                     f"{name}: the process ended before its first case, with status {process.returncode}: {last_words}"
                 )
-            if not open_case:  # the last case had ended: its side effects killed the process
+            if not open_case:  # the last case had ended, but its side effects killed the process
                 open_case = done.splitlines()[-1].rpartition(" ")[0]
             number, kind, *_ = [*open_case.split(" "), "", ""]
-            how = f"hung: over {HANG} s" if hung else f"crashed: status {process.returncode}: {_where(err)}"
-            tally.add(name, int(number), kind or "none", how)
+            outcome = f"hung: over {HANG} s" if hung else f"crashed: status {process.returncode}: {_where(err)}"
+            tally.add(name, int(number), kind or "none", outcome)
             first = int(number) + 1
     return tally
 
 
 def _watch(process: subprocess.Popen[bytes], log: Path) -> bool:
-    """Waits for the end of a process. Kills it if its log has not grown for as long as a case may take. Returns whether it was
-    killed. CPU time counts, because there may be many processes; wall time counts for a process that waits."""
+    """Waits for the end of a process. Kills it if its log does not grow within HANG seconds of CPU time (many processes may share a
+    core), or within START seconds of wall time (it may wait forever). Returns whether it was killed."""
     size, since, spent = 0, time.monotonic(), 0.0
     while process.poll() is None:
         time.sleep(0.05)

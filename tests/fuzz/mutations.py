@@ -1,4 +1,4 @@
-"""Mutations of a bundle's files, drawn from a `random.Random`. All are pure functions from bytes to bytes, except `planted`.
+"""Mutations of a bundle's files, drawn from a `random.Random`. The functions return new data and change no file, except `planted`.
 
 Hashes are recomputed afterwards (`seal`), so that later checks are reached.
 """
@@ -83,7 +83,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _change(tree: Any, draw: random.Random) -> None:
-    """Changes one place of a JSON value, found by a random walk."""
+    """Changes one value inside a JSON value, which a random walk selects."""
     while True:
         keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
         if not keys:
@@ -100,18 +100,18 @@ def _change(tree: Any, draw: random.Random) -> None:
 
 
 def _replace(tree: Any, key: Any, draw: random.Random) -> None:
-    old, how = tree[key], draw.random()
-    if how < 0.06:
+    old, chance = tree[key], draw.random()
+    if chance < 0.06:
         del tree[key]
-    elif how < 0.12 and isinstance(tree, list):
+    elif chance < 0.12 and isinstance(tree, list):
         tree[key:key] = [deepcopy(old) for _ in range(draw.choice((1, 1, 2, 100)))]
-    elif how < 0.18 and isinstance(tree, list):
+    elif chance < 0.18 and isinstance(tree, list):
         draw.shuffle(tree)
-    elif how < 0.22 and isinstance(tree, dict):
+    elif chance < 0.22 and isinstance(tree, dict):
         tree[draw.choice(TEXTS)] = old
-    elif how < 0.25:
+    elif chance < 0.25:
         tree[key] = _nested(old, draw.choice((2, 60, 500)))
-    elif how < 0.32:
+    elif chance < 0.32:
         tree[key] = _other(draw)
     elif isinstance(old, bool):
         tree[key] = not old
@@ -154,7 +154,7 @@ def _depth(value: Any) -> int:
 
 
 def text(data: bytes, draw: random.Random) -> bytes:
-    """Changes a manifest's text in ways that no dict can hold, and seals it: a number is replaced, or a field occurs twice."""
+    """Changes a manifest's text in ways that no dict can represent, and seals it: replaces a number, or repeats a field."""
     zeroed = _SEAL.sub(_EMPTY, data)
     if draw.random() < 0.9:
         match = draw.choice(list(NUMBER.finditer(zeroed)))
@@ -166,7 +166,7 @@ def text(data: bytes, draw: random.Random) -> bytes:
 
 
 PAIR = re.compile(rb'\{\n?("[^"\\]*":)')
-"""The first name of an object in a JSON text."""
+"""Matches the first name of an object in a JSON text."""
 
 
 def twice(data: bytes, draw: random.Random) -> bytes:
@@ -187,12 +187,12 @@ def _twice(text: bytes, draw: random.Random) -> bytes:
 def planted(folder: Path, folders: Sequence[str], draw: random.Random) -> Path:
     """Puts a file, folder, link or pipe that the manifest does not name into a folder of a bundle. Returns its path."""
     place = folder / draw.choice(folders) / draw.choice(("stranger", ".hidden", "weights.safetensors.old", "graph", "\udcff"))
-    how = draw.randrange(5)
-    if how == 0:
+    kind = draw.randrange(5)
+    if kind == 0:
         place.write_bytes(b"PK")
-    elif how == 1:
+    elif kind == 1:
         place.mkdir()
-    elif how == 2:
+    elif kind == 2:
         os.mkfifo(place)
     else:
         place.symlink_to(draw.choice((".", "..", "/", "nowhere", place.name, "manifest.json")))
@@ -200,12 +200,12 @@ def planted(folder: Path, folders: Sequence[str], draw: random.Random) -> Path:
 
 
 Row = tuple[int, int, int]
-"""Memory, first byte, end."""
+"""A range of bytes: memory, first byte, end."""
 
 
 def writing(data: bytes, marks: Sequence[tuple[int, int]], draw: random.Random) -> tuple[bytes, list[Row]]:
-    """Adds a memset or memcpy to a recording. Returns the recording and the rows of bytes that it writes. `marks` are (memory,
-    offset) where a value begins or ends."""
+    """Adds a memset or memcpy to a recording. Returns the recording and the ranges that the new node writes, as `Row`s. `marks` are
+    (memory, offset) at which values begin or end."""
     recording = decode(data)
     memory, offset = draw.choice(marks)
     offset = max(0, offset + draw.choice((0, 0, -1, 1, -4, 4, -64, 256)))
@@ -230,20 +230,20 @@ def table(data: bytes, draw: random.Random) -> bytes:
     """Changes a few bytes or words, or the length, of a table or another binary file."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 4))):
-        how = draw.random()
+        chance = draw.random()
         if not changed:
             return bytes(8)
         at = draw.randrange(len(changed))
-        if how < 0.3:
+        if chance < 0.3:
             changed[at] ^= 1 << draw.randrange(8)
-        elif how < 0.6:
+        elif chance < 0.6:
             _put(changed, at & ~7, "<Q", draw.choice(INTEGERS))
-        elif how < 0.8:
+        elif chance < 0.8:
             _put(changed, at & ~3, "<I", draw.choice(INTEGERS))
-        elif how < 0.9:
+        elif chance < 0.9:
             other = draw.randrange(len(changed)) & ~7
             changed[at & ~7 : (at & ~7) + 8] = changed[other : other + 8]
-        elif how < 0.95:
+        elif chance < 0.95:
             del changed[at:]
         else:
             changed += bytes(draw.choice((1, 8, 64, 4096)))

@@ -71,7 +71,7 @@ class Golden:
         self._changed: list[str] = []
 
     def write(self, files: dict[str, bytes], manifest: bytes) -> None:
-        """Writes these changes, and undoes those of the last case."""
+        """Undoes the changes of the last case, and writes these files."""
         self.refused = ""
         if self.planted is not None:
             self.planted.rmdir() if self.planted.is_dir() and not self.planted.is_symlink() else self.planted.unlink()
@@ -87,47 +87,47 @@ class Golden:
 def mutate(golden: Golden, number: int) -> str:
     """Writes case `number` and returns its kind."""
     draw = random.Random(number)
-    how = draw.random()
-    if how < 0.02:
+    chance = draw.random()
+    if chance < 0.02:
         golden.write({}, golden.manifest)
         golden.planted, golden.refused = mutations.planted(golden.folder, golden.folders, draw), "the manifest does not name a file"
         return "planted"
-    if how < 0.05:
+    if chance < 0.05:
         stored = draw.choice((None, *golden.stored))
         files = {} if stored is None else {stored: mutations.twice((golden.origin / stored).read_bytes(), draw)}
         sealed = mutations.seal(json.loads(json.dumps(golden.plain)), files)
         golden.write(files, sealed if files else mutations.twice(sealed, draw))
         golden.refused = "a name occurs twice"
         return "twice"
-    if how < 0.45:
+    if chance < 0.45:
         golden.write({}, mutations.seal(mutations.manifest(golden.plain, draw), {}))
         return "manifest"
-    if how < 0.6:
+    if chance < 0.6:
         golden.write({}, mutations.seal(mutations.swapped(golden.plain, draw), {}))
         return "swapped"
-    if how < 0.66:
+    if chance < 0.66:
         golden.write({}, mutations.text(golden.manifest, draw))
         return "text"
-    if how < 0.69:
+    if chance < 0.69:
         golden.write({}, mutations.table(golden.manifest, draw))
         return "bytes"
-    if how < 0.75:
+    if chance < 0.75:
         golden.write({}, golden.manifest)
         contents = (golden.origin / file_names.SELF_TEST).read_bytes()
         golden.inputs.write_bytes((mutations.tensors if draw.random() < 0.7 else mutations.table)(contents, draw))
         return "inputs"
     kind, change, names = "tensors", mutations.tensors, golden.stored
-    if golden.tables and how < 0.78:
+    if golden.tables and chance < 0.78:
         name = draw.choice(golden.tables)
         data, rows = mutations.writing((golden.origin / name).read_bytes(), marks(golden.plain), draw)
         golden.write({name: data}, mutations.seal(json.loads(json.dumps(golden.plain)), {name: data}))
         golden.refused = stray_write(golden.plain, name, rows)
         return "writing"
-    if golden.tables and how < 0.86:
+    if golden.tables and chance < 0.86:
         kind, change, names = "columns", mutations.columns, golden.tables
-    elif golden.tables and how < 0.92:
+    elif golden.tables and chance < 0.92:
         kind, change, names = "table", mutations.table, golden.tables
-    elif how > 0.97:
+    elif chance > 0.97:
         kind, change, names = "data", mutations.table, [*golden.stored, *golden.texts]
     name = draw.choice(names)
     files = {name: change((golden.origin / name).read_bytes(), draw)}
@@ -206,7 +206,8 @@ def size_of(row: dict[str, Any]) -> int:
 
 
 def weights_of(manifest: Manifest) -> dict[str, str]:
-    """Returns the tensor of every constant of the code. If they change, it is another model, whose answers are unknown."""
+    """Returns the tensor of every constant of the code. A bundle with other constants is another model, whose right answers are
+    unknown."""
     return {name: manifest.weights[weight].tensor for region in manifest.regions for name, weight in region.constants}
 
 

@@ -1,4 +1,5 @@
-"""Graphs of a hand-written engine: two processes save them, a third attaches them; the reference captures them again."""
+"""Graphs of a hand-written engine: two processes save them, a third attaches them; the expected results come from a process that
+captures them again."""
 
 from __future__ import annotations
 

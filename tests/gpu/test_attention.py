@@ -19,7 +19,7 @@ WIDTH = HEADS * HEAD
 
 
 class Step(nn.Module):
-    """One decoding step: keys and values with `shared` heads, two layers, an MLP after each."""
+    """One decoding step of two layers with an MLP after each; keys and values have `shared` heads."""
 
     def __init__(self, shared: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""`--autotune` on a GPU: candidates are recorded, verified and timed, and the chosen ones give the model's results."""
+"""`--autotune` on a GPU: candidates are recorded, verified and timed, and the bundle of the fastest ones gives the model's
+results."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.gpu.helpers.models import GPT  # noqa: E402
 SIZES = [1, 8]
 TOKENS, VOCABULARY, WIDTH = 16, 256, 64
 SLOWEST = 10_000
-"""Microseconds that no graph of this model needs."""
+"""Microseconds; every graph of this model is faster."""
 
 
 def inputs(batch: int) -> tuple[Any]:
@@ -35,7 +36,7 @@ def network() -> Any:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Uses an empty cache, without an earlier choice."""
+    """Uses an empty cache, which has no choice of an earlier build."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CGCOMPILE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -76,10 +76,10 @@ def test_the_callers_stream_is_honoured(case: Case, program: Any) -> None:
     for source, want in zip(sources * 5, expected * 5, strict=True):
         with torch.cuda.stream(side):
             value = torch.empty_like(source)
-            torch.cuda._sleep(2_000_000)  # the input is written only after the call was made
+            torch.cuda._sleep(2_000_000)  # the GPU writes the input after the call below has returned
             value.copy_(source)
             got = program(value)
-            value.zero_()  # and overwritten right after it
+            value.zero_()  # and overwrites it after the call's work
         side.synchronize()
         assert torch.equal(got, want)
 
@@ -100,7 +100,7 @@ def test_streams_in_turn_do_not_disturb_each_other(case: Case, program: Any) -> 
 
 
 def test_a_lazy_program_and_its_sessions_run_what_they_were_loaded_with(cases: dict[str, Case], tmp_path: Path) -> None:
-    """The path is replaced by a bundle with other tables, kernels and weights before any graph was built."""
+    """Before any graph is built, a bundle with other tables, kernels and weights replaces the bundle at this path."""
     case, path = cases["gpt"], tmp_path / "model.cgb"
     shutil.copytree(case.path, path)
     with cgbundle.load(path, lazy=True) as program:

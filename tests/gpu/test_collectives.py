@@ -1,4 +1,5 @@
-"""cgcompile's collectives between two GPUs: right results, the same bits on both, any order of launches, and a missing rank."""
+"""cgcompile's collectives between two GPUs: right results, the same bits on both GPUs, launches in any order, and a rank that is
+missing."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def wanted(drawn: list[Any], combine: Combine, rank: int, *, scattered: bool, se
 @pytest.mark.parametrize("way", PIECE)
 @pytest.mark.parametrize("combine", ["bfloat16", "float16", "float32", "side by side"])
 @pytest.mark.parametrize("scattered", [False, True])
-def test_what_they_give(ranks: Ranks, places: Any, way: Way, combine: Combine, scattered: bool) -> None:
+def test_results_of_collectives(ranks: Ranks, places: Any, way: Way, combine: Combine, scattered: bool) -> None:
     dtype = torch.int32 if combine == "side by side" else getattr(torch, combine)
     shapes = [(1, 2), (3, 64), (32, 256), (128, 512)]
     for number, (size, (blocks, threads)) in enumerate(product(SIZES, shapes)):

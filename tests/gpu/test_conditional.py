@@ -1,4 +1,4 @@
-"""Conditional nodes on a GPU: handmade rows, then cross-compiled bundles."""
+"""Conditional nodes on a GPU: handmade recordings, then cross-compiled bundles."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_callers_capture_takes_them_node_by_node(harness: RecordingHarness) ->
     executor.close()
 
 
-def test_how_long_a_turn_takes(harness: RecordingHarness, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_of_a_loop_iteration(harness: RecordingHarness, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the time of one loop iteration with 4 copies, a branch and a fill; asserts nothing about it."""
     executor, stream = harness.executor("graph"), harness.context.stream
     begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
@@ -107,7 +107,7 @@ def test_how_long_a_turn_takes(harness: RecordingHarness, capsys: pytest.Capture
         print(f"\na graph of no turn {times[0]:.1f} us, a turn of 8 nodes {(times[20] - times[0]) / 20:.1f} us")
 
 
-def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_of_a_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the time of a launch that takes the last of eight branches, with a switch and with nested branches."""
     from cgcompile.targets.kernels.conditions import condition_image
 
@@ -173,7 +173,7 @@ def types(path: Path) -> list[str]:
     [*[(name, "cross-compile") for name in ("nested", "carried", "overlapping", "middle", "chosen")],
      *[(name, "without-gpu") for name in ("nested", "carried", "chosen")]],
 )  # fmt: skip
-def test_every_way_is_eagers(tmp_path: Path, name: str, recorder: str) -> None:
+def test_every_path_equals_eager_pytorch(tmp_path: Path, name: str, recorder: str) -> None:
     import torch
 
     path, model, examples = traced(name, tmp_path, recorder)

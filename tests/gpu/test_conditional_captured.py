@@ -83,7 +83,7 @@ def compare(path: Path, model: nn.Module, examples: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "lower"), [*[(name, "inductor") for name in MODELS], *[(name, "eager") for name in ("nested", "carried", "chosen")]]
 )
-def test_every_way_is_eagers(tmp_path: Path, name: str, lower: str) -> None:
+def test_every_path_equals_eager_pytorch(tmp_path: Path, name: str, lower: str) -> None:
     make, inputs, kinds = MODELS[name]
     torch.manual_seed(1)
     model, examples = make().eval(), inputs()
@@ -210,7 +210,7 @@ def test_the_host_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert not [name for name in counted.calls if "Synchronize" in name or "DtoH" in name]
 
 
-def test_what_a_branch_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_of_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the time of twelve float16 layers with a branch in the middle; asserts nothing about it."""
     torch.manual_seed(1)
     model, x = Middle(512).eval().half(), torch.randn(8, 512).half()

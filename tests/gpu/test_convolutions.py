@@ -1,4 +1,5 @@
-"""Convolutions in Triton equal eager PyTorch: their padding is a mask, whose indices LLVM and ptxas compute in 16 bits."""
+"""Convolutions in Triton equal eager PyTorch: their kernels mask the padding by indices, which LLVM and ptxas compute in 16
+bits."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from cgcompile.util.tolerance import compare, tolerance  # noqa: E402
 
 
 def test_the_padding_of_a_traced_convolution_is_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DPT's first convolution after its upsampling, which ptxas 12.8 miscompiled (`offline/compile/packed_adds.py`)."""
+    """The layers are those of DPT that ptxas 12.8 miscompiled: an upsampling and the convolution after it
+    (`offline/compile/packed_adds.py`)."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.ConvTranspose2d(16, 8, 4, stride=4), torch.nn.Conv2d(8, 16, 3, padding=1, bias=False))
 

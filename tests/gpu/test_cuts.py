@@ -91,7 +91,7 @@ def test_many_calls_without_waiting_keep_their_values(case: Case) -> None:
 
 
 def test_dead_memory_may_hold_anything(case: Case) -> None:
-    """After every step the arena is overwritten, except the values that are still read."""
+    """After every step the arena is overwritten, except values that a later step or the caller reads."""
     path, _ = case
     manifest = archive.read_manifest(str(path))
     backend = CudaBackend(ArchiveOf(path, manifest))

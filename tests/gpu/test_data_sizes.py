@@ -28,7 +28,7 @@ def test_calls_return_true_sizes(record: str, tmp_path: Path) -> None:
     model, path = Head().eval(), tmp_path / "head.cgb"
     proof = {"prove": "none"} if record == "cross-compile" else {}
     cgcompile.build(model, boxes, sizes=SIZES, out=path, target="cuda", record=record, **proof)
-    nothing = -30 * torch.linalg.pinv(model.scores.weight.detach()).sum(1)  # a box with low scores only
+    nothing = -30 * torch.linalg.pinv(model.scores.weight.detach()).sum(1)  # a box whose scores are all low
     eager, seen = model.cuda(), set()
     for mode in MODES:
         for outputs in ("copy", "view"):

@@ -1,5 +1,5 @@
-"""Calls on the fast path give the results of a first call: in all modes of torch, on other streams and threads, and in a
-capture."""
+"""Calls on the fast path (cgbundle/gpu/fast_path.py) give the results of a first call: in all modes of torch, on other streams and
+threads, and in a capture."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_every_way_to_call_answers_alike(program: Any) -> None:
 
 
 def test_copies_are_part_of_the_launch(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs stay unchanged during hundreds of later calls of this key and others, on the fast path and off it."""
+    """Outputs stay unchanged during hundreds of later calls of this key and other keys; every seventh call is not on the fast
+    path."""
     aimed: list[int] = []
     call = driver.cu.cuGraphExecMemcpyNodeSetParams
     monkeypatch.setattr(driver.cu, "cuGraphExecMemcpyNodeSetParams", lambda *arguments: aimed.append(1) or call(*arguments))
@@ -158,7 +159,7 @@ def test_threads_take_turns(program: Any) -> None:
                 if not torch.equal(kept(program(values[seed])), expected[seed]):
                     wrong.append(seed)
             except cgbundle.CallError as error:
-                if error.code != "stale-view":  # unless a call of another thread came between
+                if error.code != "stale-view":  # expected if another thread called in between
                     raise
 
     threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
@@ -166,7 +167,7 @@ def test_threads_take_turns(program: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong or program._views  # a view is read after the call, and a call of another thread may overwrite it
+    assert not wrong or program._views  # the next call of another thread may overwrite a view before it is read
 
 
 def test_a_profile_times_the_steps_of_direct_calls(program: Any) -> None:

@@ -1,5 +1,5 @@
-"""Donated outputs of captured and cross-compiled bundles: results equal eager PyTorch, nothing is copied, views stay valid as
-promised."""
+"""Donated outputs of captured and cross-compiled bundles: results equal eager PyTorch, nothing donated is copied, and views stay
+valid until the next call of their entry."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.helpers.raising import raises  # noqa: E402
 @pytest.fixture(scope="module", params=["capture", "cross-compile", "capture-eager", "without-gpu"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     record, lower = ("capture", "eager") if request.param == "capture-eager" else (request.param, "inductor")
-    prove = "none" if record == "cross-compile" else "interpret"  # the tests replay it
+    prove = "none" if record == "cross-compile" else "interpret"  # the tests replay this bundle instead
     path = tmp_path_factory.mktemp("donations") / f"{request.param}.cgb"
     if request.param == "without-gpu":
         return built_without_gpu("donations", "", path)
@@ -184,7 +184,7 @@ def test_memory_is_what_the_manifest_says(bundle: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "allocate", counted)
     with cgbundle.load(bundle, outputs="view") as program:
         program.score(program.step(program.encode(drawn(8, 16, FEATURES)), ids(8))["logits"], drawn(8, WIDTH))
-        sizes = [size for name, size in program.memory.items() if name != "code"]  # the driver allocates code
+        sizes = [size for name, size in program.memory.items() if name != "code"]  # the driver itself allocates memory of code
     assert sorted(asked) == sorted(max(size, memory.SMALLEST) for size in sizes)
 
 

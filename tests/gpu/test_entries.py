@@ -22,7 +22,7 @@ from tests.helpers.models.entry_models import ENTRIES, SIZES, calls, check_calls
 
 @pytest.fixture(scope="module", params=["capture", "cross-compile", "without-gpu"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prove = "none" if request.param == "cross-compile" else "interpret"  # the tests replay it
+    prove = "none" if request.param == "cross-compile" else "interpret"  # the tests replay this bundle instead
     path = tmp_path_factory.mktemp("entries") / f"{request.param}.cgb"
     if request.param == "without-gpu":
         return built_without_gpu("entries", "", path)
@@ -38,7 +38,7 @@ def test_what_the_bundle_holds(bundle: Path) -> None:
     assert memories["inputs"] == max(program.static for program in programs)
     names = {weight.tensor for weight in manifest.weights}
     literals = {name for name in names if name.startswith(("lifted_tensor", "cgcompile."))}
-    assert names - literals == set(lanes().state_dict()) - {"head.weight"}  # stored once, as the embedding
+    assert names - literals == set(lanes().state_dict()) - {"head.weight"}  # the tied weight is stored once, as the embedding's
 
 
 @pytest.mark.parametrize("mode", ["graph", "stream"])
@@ -59,7 +59,7 @@ def test_views_are_stale_after_another_entry(bundle: Path) -> None:
 def test_sessions_have_a_state_of_their_own(bundle: Path) -> None:
     with cgbundle.load(bundle) as program:
         failures: list[AssertionError] = []
-        models = [lanes().cuda() for _ in range(3)]  # not in the threads, which share the generator of the weights
+        models = [lanes().cuda() for _ in range(3)]  # not in the threads: all draw weights from torch's generator
 
         def work(seed: int) -> None:
             try:
@@ -89,7 +89,7 @@ def test_memory_is_what_the_manifest_says(bundle: Path) -> None:
         taken = before - torch.cuda.mem_get_info()[0]
         promised = sum(size for name, size in program.memory.items() if name != "host")
         print(f"{bundle.stem}: {taken / 2**20:.1f} MiB taken, {promised / 2**20:.1f} MiB promised, {dict(program.memory)}")
-        assert taken <= promised + (16 << 20)  # allocations in steps of 2 MiB, and the driver's graphs
+        assert taken <= promised + (16 << 20)  # for rounding to steps of 2 MiB, and the driver's memory of graphs
 
 
 def test_a_lazy_load_builds_what_is_called(bundle: Path) -> None:
@@ -138,7 +138,7 @@ def test_random_numbers_and_padding_are_an_entrys_own(tmp_path: Path) -> None:
     path = cgcompile.build(model, entries, sizes=[2, 4], out=tmp_path / "noisy.cgb", target="cuda").path
     with cgbundle.load(path) as program:
         x = torch.randn(3, 4, device="cuda")
-        assert program(x).shape == (3, 4)  # padded, because it only reads state
+        assert program(x).shape == (3, 4)  # padding is allowed, because this entry only reads state
         with pytest.raises(cgbundle.CallError, match="batch"):
             program.train_like(x)
         ones = torch.ones(4, 4, device="cuda")

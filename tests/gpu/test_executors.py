@@ -112,7 +112,7 @@ def test_close_gives_every_byte_back(context: Context, bundle: tuple[Manifest, P
             check("cuCtxSynchronize", cu.cuCtxSynchronize())
             free.append(driver.free_bytes())
     print("\nfree bytes:", sorted(set(free)), "first rounds:", free[:6])
-    assert len(set(free[10:])) == 1  # the driver keeps the memory of the first rounds
+    assert len(set(free[10:])) == 1  # in the first rounds the driver allocates memory that it keeps
 
 
 def test_the_last_share_ends_the_context(bundle: tuple[Manifest, Path]) -> None:
@@ -151,7 +151,7 @@ def test_device_inputs_and_callers_streams(context: Context, bundle: tuple[Manif
             memory.copy(source.address, values.buffer_info()[0], size, handle, source_on_device=False)
         (output,) = run(backend, 1, [(source.address, True, size)], stream)
         kept = backend.copy_out(output, size, stream)
-        backend.poison(0xFF)  # on another stream, but ordered after the copy
+        backend.poison(0xFF)  # runs on another stream, but after the copy
         result = array("f", bytes(size))
         to_host(backend, result.buffer_info()[0], kept.address, size, stream)
         assert result == expected(values)
@@ -181,7 +181,7 @@ def test_too_little_memory(bundle: tuple[Manifest, Path]) -> None:
         opened(replace(manifest, memories=memories), folder)
 
 
-def test_an_image_that_is_none(bundle: tuple[Manifest, Path]) -> None:
+def test_an_invalid_image(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     for path in (folder / "kernels").iterdir():
         path.write_bytes(b"nonsense")
@@ -198,11 +198,11 @@ def test_parameters_are_those_of_the_image(bundle: tuple[Manifest, Path]) -> Non
         opened(manifest, folder)
 
 
-# --- nodes that the bundle does not have ----------------------------------------------------------------------
+# --- kinds of nodes that are not in the bundle ----------------------------------------------------------------
 
 
 class Bench:
-    """Runs one recording over an arena, in both modes."""
+    """Runs recordings over an arena, in a mode."""
 
     def __init__(self, context: Context, manifest: Manifest, folder: Path, image: str) -> None:
         from contextlib import ExitStack
@@ -214,7 +214,7 @@ class Bench:
         self.cleanup.callback(self.modules.close)
 
     def words(self, recording: Recording, mode: str, count: int) -> list[int]:
-        """Returns the first words of the arena after a run over an arena of ones."""
+        """Returns the first `count` words of an arena after a run; before it, all bits of the arena are 1."""
         table = Table(tables.encode(recording), "bench")
         check_recording(table, {"arena": cuda_bundles.ARENA}, {self.image})
         bases, stream = self.memories.bases, self.context.stream
@@ -299,7 +299,7 @@ def test_an_empty_recording(bench: Bench, mode: str) -> None:
     assert bench.words(Recording(key=(), functions=(), nodes=(), edges=()), mode, 1) == [0xFFFFFFFF]
 
 
-def test_how_long_a_long_chain_takes(bench: Bench, context: Context, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_of_a_long_chain(bench: Bench, context: Context, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the time to build and launch 500 nodes; asserts only that a launch runs no Python per node."""
     function = Function(image=bench.image, symbol="add", params=cuda_bundles.ADD, attributes=())
     node = launch(0, bytes(24) + pack("<i", 8), relocations((0, ARENA_AT, 0), (8, ARENA_AT, 512), (16, ARENA_AT, 1024)))

@@ -98,7 +98,7 @@ def test_any_tensors_in_any_order(bundle: Path, monkeypatch: pytest.MonkeyPatch)
             else:
                 tensors = [elsewhere(tensor, 0 if way == "fresh" else 16) for tensor in row]
             results.append((key, which, flat(program(*tensors))))
-            del tensors  # from here on the stream may reuse its memory
+            del tensors  # from here on, torch may reuse their memory on this stream
         for key, which, outputs in results:
             for one, other in zip(outputs, wanted[key, which], strict=True):
                 assert torch.equal(one.cpu(), other.cpu())

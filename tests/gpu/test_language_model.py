@@ -1,4 +1,5 @@
-"""Language models on a GPU: with decode's kernel every family generates the tokens of transformers; also from a bundle."""
+"""Language models on a GPU: with the Triton kernel of `decode`, every family generates the tokens of transformers, also from a
+bundle."""
 
 from __future__ import annotations
 

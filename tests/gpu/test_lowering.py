@@ -1,5 +1,5 @@
-"""Exported programs are captured without a second trace: models that Dynamo rejects, higher-order operators, and no more kernels
-than torch.compile. Every bundle is right at each of its sizes, on new inputs."""
+"""Exported programs are captured without a second trace: models that Dynamo rejects, and higher-order operators. They launch no
+more kernels than torch.compile. Every bundle is right at each of its sizes, on new inputs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Loop(nn.Module):
 
 
 class Together(nn.Module):
-    """Modules side by side in one program; each takes one input."""
+    """Independent modules in one program; each takes one input."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()

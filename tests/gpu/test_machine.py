@@ -1,4 +1,4 @@
-"""Effects of the process and of input values: forks, indices out of range, kernel variables beside sessions."""
+"""Forked processes, indices out of range, and sessions of kernels with module variables."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Tokens(torch.nn.Module):
 
 
 class Spectrum(torch.nn.Module):
-    """cuFFT: its images have a variable that the library sets, and others that kernels can write."""
+    """A model with cuFFT, whose images have a variable that the library sets and variables that kernels can write."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.fft.irfft(torch.fft.rfft(x) * 2.0, n=x.shape[-1])
@@ -81,7 +81,7 @@ def run(script: str, bundle: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_forked_process_says_so_and_the_parent_goes_on(tokens: Path) -> None:
+def test_a_forked_process_raises_and_the_parent_continues(tokens: Path) -> None:
     loaded = "process-forked: program 'tokens' was loaded before this process was forked, and works in the parent only"
     assert run(FORK, tokens) == [
         loaded, loaded, "process-forked: this process was forked after its parent had used the GPU: CUDA does not work here",

@@ -21,7 +21,7 @@ import cgcompile  # noqa: E402
 
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 DIFFERENT, TURNS = 200, 5
-"""Number of inputs, and how often a program runs all of them in another order."""
+"""Number of inputs, and how often a program runs all of them, each time in another order."""
 
 MODELS = ("EarlyReturns", "Breaks", "Numbers", "State", "Written", "Parts", "Best", "Again", "Nested", "Twelve")
 RAISING = ("Numbers",)
@@ -50,7 +50,7 @@ def outputs(call: Any, x: Any) -> list[Any] | str:
 
 @pytest.mark.parametrize("how", TARGETS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_call_goes_every_way_as_eager_pytorch_does(tmp_path: Path, name: str, how: str) -> None:
+def test_a_call_takes_the_path_of_eager_pytorch(tmp_path: Path, name: str, how: str) -> None:
     path, order = build(name, how, tmp_path), random.Random(1)
     for mode in MODES:
         model, inputs = getattr(path_models, name)().eval().cuda(), path_models.calls(DIFFERENT) * TURNS
@@ -67,7 +67,7 @@ def test_a_call_goes_every_way_as_eager_pytorch_does(tmp_path: Path, name: str, 
 
 
 @pytest.mark.parametrize("how", TARGETS)
-def test_random_numbers_of_either_way(tmp_path: Path, how: str) -> None:
+def test_random_numbers_of_both_paths(tmp_path: Path, how: str) -> None:
     """In the first example of PyTorch's trees, the result of the branch is multiplied by numbers between 0 and 1."""
     path, factors = build("Foo", how, tmp_path), []
     for mode in MODES:
@@ -89,7 +89,7 @@ def test_random_numbers_of_either_way(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", TARGETS)
-def test_the_numbers_of_one_way_are_no_others(tmp_path: Path, how: str) -> None:
+def test_random_numbers_of_one_path_are_not_those_of_the_other(tmp_path: Path, how: str) -> None:
     path = build("Drawn", how, tmp_path)
     with cgbundle.load(path) as program:
         draws = []
@@ -101,7 +101,7 @@ def test_the_numbers_of_one_way_are_no_others(tmp_path: Path, how: str) -> None:
         assert not torch.equal(draws[3], program(torch.ones(3, 4, device="cuda")))
 
 
-def test_a_size_that_depends_on_data_before_the_question(tmp_path: Path) -> None:
+def test_a_data_dependent_size_before_the_branch(tmp_path: Path) -> None:
     """The selection of a mask is summed in the graph, at the size of the largest possible selection."""
     model = path_models.Chosen().eval()
     built = cgcompile.build(

@@ -1,4 +1,4 @@
-"""A model that is built for this machine's GPU runs on it from the start; it is on the host only while it is made."""
+"""A model that is built for this machine's GPU runs on it from the start; the host has the model only until the build moves it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Counted(torch.nn.Module):
 
 
 class Moving(torch.nn.Module):
-    """The code moves a part of the model to the host, with its own weight."""
+    """The code computes one part on the host, with a weight that it moves there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_a_model_runs_on_the_gpu_alone_and_is_the_callers_again(model_class: Any
 
 
 def test_numbers_that_the_first_call_draws_are_refused(tmp_path: Path) -> None:
-    """inputs() runs after torch.manual_seed(0), which seeds the GPU's generator too."""
+    """They are noticed although torch.manual_seed(0), before inputs(), seeds the GPU's generator too."""
     with raises("check-refused", match="earlier-calls: forward.. sets 'drawn' at its first call"):
         cgcompile.build(DrawnOnce().eval(), inputs, sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda")
 
@@ -145,7 +145,7 @@ def test_numbers_that_the_first_call_draws_are_refused(tmp_path: Path) -> None:
 def test_random_numbers_state_and_autocast(tmp_path: Path) -> None:
     built = cgcompile.build(Drawing().eval(), inputs, sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda", lower="eager")
     assert {proof.method for proof in built.manifest.entries[0].self_test.proofs} == {"replay"}
-    program = torch.export.load(tmp_path / "x.cgb" / "program.pt2")  # the program is for the CPU wherever it was exported
+    program = torch.export.load(tmp_path / "x.cgb" / "program.pt2")  # for the CPU, on whatever device it was exported
     devices = {node.meta["val"].device.type for node in program.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)}
     assert devices == {"cpu"}
 
@@ -164,7 +164,7 @@ def inputs(batch):
 
 
 def test_the_host_holds_the_weights_once(tmp_path: Path) -> None:
-    """The memory of a build with small weights is that of the processes; the rest is weights."""
+    """A build with small weights shows the memory of the processes. Only weights may take more in the other build."""
     took = {}
     for width in (64, 8192):  # 8 x 8192 x 8192 x 4 bytes: 2.1 GB
         (tmp_path / f"wide{width}.py").write_text(BIG.replace("WIDTH", str(width)))

@@ -1,4 +1,5 @@
-"""Kernels that start before the previous one has ended (programmatic dependent launch) give the same results as in sequence."""
+"""Kernels that start before the previous one has ended (programmatic dependent launch) give the same results as kernels that run
+one after the other."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Cell(torch.nn.Module):
 
 
 class Plain(torch.nn.Module):
-    """A model without state, which a graph of the caller may contain several times."""
+    """A model without state: a graph of the caller may contain several calls of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_the_memory_of_sessions_is_the_prediction_and_they_give_every_byte_back(
         free, _ = torch.cuda.mem_get_info()
         more = [loaded.session() for _ in range(8)]
         taken = free - torch.cuda.mem_get_info()[0]
-        graphs = 8 * len(SIZES) * (1 << 20)  # executable graphs and streams, which the driver allocates in its own steps
+        graphs = 8 * len(SIZES) * (1 << 20)  # room for the executable graphs and streams of the driver
         assert taken <= 8 * planned(sizes) + graphs
         for session in more:
             session.close()
@@ -195,7 +195,7 @@ def test_the_memory_of_sessions_is_the_prediction_and_they_give_every_byte_back(
         assert torch.cuda.mem_get_info()[0] >= free - graphs
 
 
-def test_two_threads_in_one_session_are_told(cell: cgbundle.Program) -> None:
+def test_two_threads_in_one_session_raise(cell: cgbundle.Program) -> None:
     session, errors = cell.session(), []
 
     def work() -> None:
@@ -229,7 +229,7 @@ def test_a_call_with_the_static_buffers_copies_nothing_in(plain: cgbundle.Progra
             x = torch.from_dlpack(program.buffers((batch,))[0])
             assert x.is_cuda and x.is_contiguous() and x.data_ptr() == program.buffers((batch,))[0].address
             x.copy_(example(batch, 3))
-            program(x)  # calls after the first use the same path for outputs
+            program(x)  # the first call is not on the fast path
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 output = program(x)
                 torch.cuda.synchronize()

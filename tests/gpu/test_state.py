@@ -111,7 +111,7 @@ def test_buffers_are_swapped_and_the_largest_is_found(tmp_path: Path) -> None:
     eager = Swapping().cuda()
     with cgbundle.load(path) as program:
         for number in range(4):
-            x = torch.randint(0, 900, (4, 20000), generator=generator).float().cuda()  # the first of several equal maxima
+            x = torch.randint(0, 900, (4, 20000), generator=generator).float().cuda()  # has equal maxima: the first counts
             x[number, [5000, 15000]] = float("nan")
             for got, want in zip(program(x), eager(x), strict=True):
                 assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0))

@@ -19,7 +19,7 @@ from tests.helpers.models.state_models import SIZES, Between, HostDraws, between
 
 
 def built(model: Any, inputs: Any, folder: Path, recorder: str) -> Path:
-    """Builds a bundle and returns its path. Cross-compiled ones are not interpreted, because the tests replay them."""
+    """Builds a bundle and returns its path. The build does not interpret a cross-compiled bundle, because the tests replay it."""
     sizes, path, prove = list(SIZES), folder / "host.cgb", "none" if recorder == "cross-compile" else "interpret"
     return cgcompile.build(model.eval(), inputs, sizes=sizes, out=path, target="cuda", record=recorder, prove=prove).path
 

@@ -1,5 +1,5 @@
-"""State with a number of rows chosen at load time, on a GPU: captured and cross-compiled; and a language model with two sizes of
-its cache."""
+"""State with a number of rows chosen at load time, in captured and cross-compiled bundles on a GPU; and a language model with two
+sizes of its cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_self_test_holds(paged: Path) -> None:
     assert "error" not in answer and all(row["passed"] for row in answer["results"])
 
 
-def test_nobody_says_how_many(paged: Path) -> None:
+def test_default_numbers_of_rows(paged: Path) -> None:
     """By default, pages take nine tenths of the free memory."""
     free, _ = torch.cuda.mem_get_info()
     with cgbundle.load(paged) as program:

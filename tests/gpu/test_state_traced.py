@@ -31,7 +31,7 @@ def traced(name: str, folder: Path, recorder: str) -> Path:
 
 
 def build(model: Any, inputs: Any, sizes: Any, path: Path, recorder: str = "cross-compile") -> Path:
-    """Builds a bundle and returns its path. Cross-compiled ones are not interpreted, because the tests replay them."""
+    """Builds a bundle and returns its path. The build does not interpret a cross-compiled bundle, because the tests replay it."""
     prove = "none" if recorder == "cross-compile" else "interpret"
     return cgcompile.build(model, inputs, sizes=sizes, out=path, target="cuda", record=recorder, prove=prove, train=True).path
 

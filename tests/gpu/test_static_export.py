@@ -1,4 +1,4 @@
-"""Models that are exported once per size, captured: every size is right, and sizes between them if they are padded."""
+"""Captured models that are exported once per size: recorded sizes give right results, and so do sizes that are padded."""
 
 from __future__ import annotations
 

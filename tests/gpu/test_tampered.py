@@ -30,7 +30,7 @@ LAUNCHES = ("cuGraphLaunch", "cuLaunchKernelEx", "cuGraphInstantiate")
 
 @pytest.fixture
 def bundle(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the GPT's bundle; launches of kernels fail the test from here on."""
+    """Returns the GPT's bundle. From here on, a launch of a kernel fails the test."""
 
     def refuse(*_arguments: Any) -> None:
         pytest.fail("something was launched")

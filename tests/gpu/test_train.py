@@ -50,8 +50,8 @@ def test_steps_are_those_of_eager_pytorch(built: cgcompile.Built, batches: Batch
         assert (program.evaluate(batches[0][0]) == eager.evaluate(batches[0][0])).float().mean() > 0.99
 
 
-def test_saved_state_goes_on_bit_for_bit(built: cgcompile.Built, batches: Batches, tmp_path: Path) -> None:
-    """No result in a step depends on the order of atomic additions."""
+def test_training_from_saved_state_continues_bit_for_bit(built: cgcompile.Built, batches: Batches, tmp_path: Path) -> None:
+    """This requires that no result of a step depends on the order of atomic additions."""
     file = tmp_path / "state.safetensors"
     with cgbundle.load(built.path) as program:
         first = losses(program, batches[: STEPS // 2])

@@ -1,4 +1,4 @@
-"""`program.update` on a GPU: new weights under load equal eager PyTorch, for every lowering; and adapters."""
+"""`program.update` on a GPU: with new weights, also during calls, results equal eager PyTorch, for every lowering; and adapters."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_what_does_not_fit_changes_nothing(cases: dict[str, Case], tmp_path: Pat
 
 @pytest.mark.parametrize("level", ["eager", "inductor", "max-autotune"])
 def test_no_recording_holds_what_a_weight_was(tmp_path: Path, level: str) -> None:
-    """Covers one-element scales, normalizations, convolutions that a library may pack, recurrence, an embedding, tied weights."""
+    """The model has a scale of one element, a normalization, a convolution whose weights a library may pack, a GRU, and a tied
+    embedding."""
 
     class Mixed(torch.nn.Module):
         def __init__(self) -> None:
@@ -139,7 +140,7 @@ def test_no_recording_holds_what_a_weight_was(tmp_path: Path, level: str) -> Non
 
 @pytest.mark.parametrize("alone", [False, True], ids=["program", "sessions"])
 def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(cases: dict[str, Case], alone: bool) -> None:
-    """Four threads call while weights change."""
+    """Four threads call while the weights are replaced."""
     case = cases["gpt"]
     value = case.draw(4)
     networks = [case.network, *[other(case.network, seed) for seed in range(1, 9)]]
@@ -161,7 +162,7 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(cases: dict
                     begun.wait()
                     last = False
                     while not last:
-                        last = done.is_set() and len(seen[place]) >= SPIN  # then this call starts after the last update
+                        last = done.is_set() and len(seen[place]) >= SPIN  # a call that starts after the last update
                         got = callers[place](value)
                         matches = [number for number, want in enumerate(expected) if torch.equal(got, want)]
                         assert len(matches) == 1, "an answer by neither"

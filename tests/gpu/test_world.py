@@ -161,7 +161,7 @@ def kill(path: Path, meeting: Path, killed: int, pause: float) -> None:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(pause)  # a call takes 0.1 to 0.3 ms, so the process dies after some hundred calls
     os.kill(processes[killed].pid, signal.SIGKILL)
-    said, _ = processes[1 - killed].communicate(timeout=90)  # the driver may clean up after the killed process first
+    said, _ = processes[1 - killed].communicate(timeout=90)  # the driver may first clean up after the killed process
     processes[killed].wait()
     code, seconds, calls, text = said.split(" ", 3)
     print(f"killed: rank {killed}; the other one raised after {calls} calls, within {seconds} s")
@@ -181,7 +181,7 @@ def test_no_memory_stays_of_a_rank_that_is_killed(path: Path, tmp_path: Path) ->
     free = [torch.cuda.mem_get_info(device)[0] for device in range(2)]
     for killed in (1, 0):
         kill(path, tmp_path / f"meeting{killed}", killed, 0.1)
-    for _ in range(50):  # the driver needs time to clean up after a killed process
+    for _ in range(50):  # the driver needs time to free the memory of a killed process
         after = [torch.cuda.mem_get_info(device)[0] for device in range(2)]
         left = [one - other for one, other in zip(free, after, strict=True)]
         if max(left) < 64 << 20:

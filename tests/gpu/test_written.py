@@ -1,4 +1,4 @@
-"""Captured models that mutate their inputs leave in the caller's tensors, on GPU or CPU, what eager PyTorch leaves."""
+"""Captured models that mutate their inputs: afterwards the caller's tensors, on GPU or CPU, equal those of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_cache_fills_call_by_call_on_any_stream(decoder: Path, device: str) -> None:
-    """No call waits for the GPU: only stream order passes the cache from call to call."""
+    """No call waits for the GPU: only the order of work on streams makes a call see the cache of the previous one."""
     network = MODELS["step"][0]().to(device)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     with cgbundle.load(decoder) as program, torch.no_grad():

@@ -1,4 +1,4 @@
-"""Counts the classes of the words of kernel parameters, from two recordings of the same graphs."""
+"""Counts the 8-byte words of kernel parameters by kind (`Census`), from two recordings of the same graphs."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 
 Every source that AOTInductor writes starts with the same headers, which take half of the compile time. They are compiled once per
 test run and set of options, into the folder that `SHARED` names. The object files are byte for byte those of plain g++. A build
-queries its compiler a dozen times per source, so start-up time matters: `precompiled` imports its own modules.
+queries its compiler a dozen times per source, so start-up time matters: only `precompiled` imports its modules.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Raises an interrupt at every point of some code where CPython can run a signal handler; one run for each point.
+"""Runs code once for every point where CPython can run a signal handler, and raises an interrupt at that point.
 
 CPython (3.11 to 3.14) checks for signals before the first line of a Python function, after a call of a C function, and where a loop
-jumps back. A profile function is called at the first two, and an exception that it raises appears where a handler's would. It is
-also called when a generator is destroyed, where CPython does not check: code of generators has no points here.
+jumps back. In the first two cases CPython calls a profile function; its exception appears where an exception of a signal handler
+would. CPython also calls it when a generator is destroyed, but does not check for signals there. So code of generators has no
+points here.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def interrupted_at(number: int, behind: str = "") -> Iterator[list[str]]:
 
 
 def at_every_point(act: Callable[[], object], check: Callable[[str], None], behind: str = "") -> list[str]:
-    """Runs `act` once for each of its points and interrupts it there. Then calls `check` with the point. Returns the points whose
-    interrupts were swallowed."""
+    """Runs `act` once for each of its points and interrupts it there. After each run, calls `check` with the point. Returns the
+    points whose interrupts were swallowed."""
     lost = list[str]()
     for number in range(MOST):
         points: list[str] = []

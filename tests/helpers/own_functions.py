@@ -79,7 +79,7 @@ class Code:
         return code
 
     def taken(self, handle: c_void_p, like: torch.Tensor) -> torch.Tensor:
-        """Copies a float32 tensor that the library made, with its own strides, and deletes the original."""
+        """Copies a float32 tensor that the library made, with the strides of that tensor, and deletes the original."""
         torch_library = libtorch.LibTorch(self.library)
         _, shape, strides = torch_library.layout(handle.value or 0)
         place = c_void_p()

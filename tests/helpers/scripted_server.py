@@ -22,8 +22,8 @@ PAGES = 40
 
 class Scripted:
     """A model that repeats SCRIPT, from an index that depends on the seed and the position; from position `top_k` on it generates
-    END. If a lane has rules, it ends the JSON as soon as possible, or else generates an allowed token. `gate` blocks its calls;
-    calls of texts longer than `fails` fail. It checks that the pages still hold what was written.
+    END. If a lane has rules, it ends the JSON as soon as possible, or else generates an allowed token. Calls wait for `gate`, and
+    fail if a lane starts at position `fails` or later. They check that the pages hold what earlier calls wrote.
     """
 
     def __init__(self) -> None:

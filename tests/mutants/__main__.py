@@ -1,8 +1,9 @@
-"""`python -m tests.mutants --count 300 --seed 1 --jobs 1`: counts how many random mutations the tests of tests/pure detect.
+"""`python -m tests.mutants --count 300 --seed 1 --jobs 1`: measures how many random mutations of the code the tests of tests/pure
+detect.
 
 Each mutation runs with the tests of its module and, if these pass, with all of tests/pure. The working tree is not changed. A
 mutation in equivalent.txt has no visible effect, for the reason given there, and is counted separately. Exit status 1 if fewer than
-97 % of the others are killed, or if the tests fail without a mutation.
+97 % of the other mutations are killed (detected), or if the tests fail without a mutation.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def _wait(trial: Trial) -> int:
 
 
 def run(bench: Bench, mutations: list[Mutation], *, module_tests_only: bool) -> Iterator[tuple[Mutation, bool, str]]:
-    """Yields every mutation, whether it was killed, and by which test or how. `module_tests_only`: only its module's tests run."""
+    """Yields every mutation, whether it was killed, and by which test (or seconds and exit status). `module_tests_only`: only its
+    module's tests run."""
     waiting = [(mutation, MODULES[mutation.path]) for mutation in reversed(mutations)]
     running: list[tuple[Trial, Mutation, tuple[str, ...]]] = []
     try:

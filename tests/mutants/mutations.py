@@ -47,7 +47,7 @@ class Mutation:
 
     @property
     def name(self) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
-        """Returns an identity that does not change when lines above are added or removed."""
+        """Returns what identifies the mutation, also when lines are added or removed above it."""
         return self.path, self.within, self.removed, self.added
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ def _nodes(node: ast.AST, within: str) -> Iterator[tuple[ast.expr | ast.stmt | a
     ):
         return
     elif isinstance(node, ast.keyword) and node.arg == "strict":
-        return  # `strict` of a zip: the lengths are equal anyway
+        return  # not `strict` of a zip: lengths are equal wherever zip is used
     elif isinstance(node, ast.AnnAssign):
         children = [node.value] if node.value else []
     elif isinstance(node, ast.Call) and _called(node) in ERRORS:

@@ -3,8 +3,8 @@
     python -m tests.operators --jobs 2 --results operators.jsonl
     python -m tests.operators --only 'fft|linalg' --dtype bfloat16
 
-Some operators share a module; if it is not right, its operators are tried again one by one.  A row per module is written to the
-results when it ends; samples that have a row are skipped.  Exit status 1 if one was wrong, or raised an unexpected error.
+A module has several operators; if it is not right, its operators are tried again one by one. When a module ends, its row is written
+to the results file; samples that have a row are skipped.  Exit status 1 if a result was wrong, or an unexpected error was raised.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .samples import Sample, group, parsed, samples
 
 EAGER = "eager PyTorch fails"
 SECONDS = 60.0
-"""Seconds for a module, and again for each of its operators."""
+"""Time limit in seconds of a module, and of each of its operators when it is tried again."""
 
 
 def main() -> int:

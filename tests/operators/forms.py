@@ -1,7 +1,7 @@
-"""Compares the operators that CPU bundles bring instead of libtorch with those of torch. Forms vary ranks, broadcasts, strides of
-0, gaps, empty tensors, alpha and beta, and dtypes.
+"""Compares the operators that CPU bundles contain instead of libtorch with those of torch. A form is a call with random ranks,
+broadcasts, strides of 0, gaps, empty tensors, alpha and beta, and dtypes.
 
-    python -m tests.operators.forms 1000    # forms of every function; exit status 1 if one was wrong
+    python -m tests.operators.forms 1000    # 1000 forms of every function; exit status 1 if a result was wrong
 
 A function must give torch's result or return an error, in which case the build uses libtorch.  Anything else is wrong.
 """
@@ -192,7 +192,7 @@ def _attention(code: Code, draw: Draw) -> Form:
         code.library.aoti_torch_delete_tensor_object(rest)
         return [code.result(output)]
 
-    def wanted() -> Sequence[Tensor]:  # with dense layouts: torch 2.13 reads wrong memory if rows of q have stride 0
+    def wanted() -> Sequence[Tensor]:  # of contiguous copies: torch 2.13 reads wrong memory if rows of q have stride 0
         plain = [tensor.contiguous() for tensor in (q, k, v)]
         attended = F.scaled_dot_product_attention(*plain, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared > 1)
         return [torch.empty_like(q).copy_(attended) if attended.shape == q.shape else attended]

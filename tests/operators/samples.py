@@ -41,7 +41,7 @@ def parsed(text: str) -> Sample:
 
 
 def samples(dtype: torch.dtype) -> list[Sample]:
-    """Returns the first and the middle sample of every operator, among those with a tensor that is not empty."""
+    """Returns two samples of every operator: the first one and the middle one of those that have a tensor with elements."""
     chosen = []
     for number, operator in enumerate(op_db):
         if dtype not in operator.dtypes:
@@ -56,7 +56,7 @@ def samples(dtype: torch.dtype) -> list[Sample]:
 
 
 def drawn(operator: int, dtype: torch.dtype) -> list[Any]:
-    """Returns all samples of an operator; none if they cannot be drawn on a CPU."""
+    """Returns all samples of an operator; none if PyTorch cannot make them on a CPU."""
     torch.manual_seed(SEED)
     try:
         return list(op_db[operator].sample_inputs("cpu", dtype, requires_grad=False))

@@ -1,5 +1,5 @@
-"""cgcompile's verdict on a case: the findings of cgcompile.checks and the operations that follow them to the host, or the error
-with which export refuses the model."""
+"""cgcompile's verdict on a case: the findings of cgcompile.checks and the operations that run on the host because of them, or the
+error with which export refuses the model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .settings import settings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """`rules` has the names of all rules with findings or with operations that follow others to the host, and the code of an export
-    error. `flagged`: something is refused or runs on the host. `lines`: the user's lines, "file.py:line", of those operations and
-    of copies back to the GPU. `error`: the message of an export error, or ""."""
+    """`rules` has the names of all rules with findings, or with operations that run on the host because of other findings, and the
+    code of an export error. `flagged`: something is refused or runs on the host. `lines`: the user's lines, "file.py:line", of
+    those operations and of copies back to the GPU. `error`: the message of an export error, or ""."""
 
     rules: frozenset[str]
     flagged: bool

@@ -1,6 +1,6 @@
 """The differences between cgcompile's verdict and PyTorch's, with reasons.
 
-They are those of torch 2.13; other versions have other lists.
+They are those of torch 2.13; with other versions other verdicts differ.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def is_of_this_torch() -> bool:
 
 
 def write(cases: Sequence[Case]) -> None:
-    """Records PyTorch's verdicts on all cases; takes a minute or two."""
+    """Writes PyTorch's verdicts on all cases to verdicts.json; takes a minute or two."""
     verdicts = {case.name: list(map(_plain, pytorch_says.pytorch_says(case))) for case in cases}
     texts = {_name(case): _text(case.file) for case in cases}
     FILE.write_text("\n".join(_lines({"torch": _version(), "texts": texts, "verdicts": verdicts})))

@@ -44,7 +44,7 @@ def python(code: str, *options: str) -> str:
     return done.stdout
 
 
-def test_the_ban_bans() -> None:
+def test_the_ban_of_imports_works() -> None:
     with pytest.raises(AssertionError, match="typer is banned here"):
         python(BAN + "import typer")
 
@@ -103,7 +103,7 @@ def test_loading_needs_no_more_of_the_standard_library_than_it_uses() -> None:
 
 
 def test_a_context_begins_before_anything_slow_is_imported() -> None:
-    """Imports before that point delay the first answer by their whole time; later imports do not delay it."""
+    """Imports before the creation of the context delay the first answer; imports during it do not."""
     loaded = set(python("import sys, cgbundle\ncgbundle.load\nimport cgbundle.cuda.driver\nprint(*sys.modules)", "-S").split())
     assert "ctypes" in loaded
     assert not loaded & {"typing", "re", "enum", "collections", "functools", "contextlib", "threading", "dataclasses", "json"}
@@ -208,7 +208,7 @@ LAYERS = {
 package itself, which exports names of all, is above them."""
 
 ENTRIES, DEPTH = 14, 3
-"""How many files and folders a folder may hold, and how deep folders may be nested, from the repository's root."""
+"""The largest number of files and folders in a folder, and the largest depth of folders below the repository's root."""
 
 
 def layer(module: str) -> int:
@@ -248,7 +248,7 @@ def test_a_folder_holds_a_dozen_entries_and_lies_three_deep(folder: Path) -> Non
         assert len(entries) <= ENTRIES and len(directory.relative_to(ROOT).parts) <= DEPTH, f"{directory}: {sorted(entries)}"
 
 
-def test_circles_and_climbs_are_seen() -> None:
-    """The tests above check late imports and those under TYPE_CHECKING."""
+def test_cycles_and_upward_imports_are_detected() -> None:
+    """Tests of the tests above: they also check imports inside functions and under TYPE_CHECKING."""
     assert "cgcompile.pipeline.api" in graph()["cgcompile"] and "cgbundle.loader" in graph()["cgbundle"]
     assert layer("cgcompile.targets.cuda.steps") > layer("cgcompile.targets.choice") > layer("cgcompile.partition")

@@ -1,4 +1,4 @@
-"""The packages of the strangers' corpus are pinned and do not change the compiler's environment."""
+"""The packages of tests/corpus/models/strangers have exact versions and do not change the compiler's environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PINNED = re.compile(r"[a-z0-9][a-z0-9.-]*==[0-9][A-Za-z0-9.]*")
 """A normalized name and one version."""
 
 NEVER = {"torch", "torchvision", "torchaudio", "triton", "numpy", "transformers", "safetensors", "huggingface-hub", "cgcompile"}
-"""Packages that a folder in PYTHONPATH would put before the tested ones."""
+"""Packages that must not be in the folder: in PYTHONPATH, they would replace the tested versions."""
 
 
 def requirements() -> list[str]:

@@ -1,4 +1,4 @@
-"""The rows of a run of the corpus survive any interruption, and the next run does the rest."""
+"""The rows of a run of the corpus survive any interruption, and the next run does only the remaining cases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_line_that_was_cut_off_costs_no_other_row(tmp_path: Path) -> None:
     for end in range(len(whole), len(second)):  # killed during the second row: `{"name": "b", ... {"lower": 1.5}` too
         path.write_bytes(second[:end])
         append(path, row("c"))
-        whole_line = end == len(second) - 1  # complete except for the end of line
+        whole_line = end == len(second) - 1  # complete except for the newline
         assert [row.name for row in read(path)] == (["a", "b", "c"] if whole_line else ["a", "c"])
 
 

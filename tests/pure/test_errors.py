@@ -1,6 +1,6 @@
 """The catalogues of errors: every code has a meaning and an exit status.
 
-Every code is raised somewhere as the class in its row, and a test provokes it.
+Every code is raised somewhere, with the class in its row of the catalogue, and a test provokes it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_every_code_says_what_it_means(code: str, row: Cause) -> None:
 
 
 def test_no_two_errors_have_one_code() -> None:
-    """A recorder process passes only the code to its parent."""
+    """A recorder process passes only the code of an error to its parent, which finds the class by it."""
     assert len(ROWS) == sum(map(len, CATALOGUES))
 
 

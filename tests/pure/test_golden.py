@@ -1,4 +1,4 @@
-"""Every later version inspects, verifies, decodes and damages every golden bundle that was ever published.
+"""The commands and the decoders of this version read the golden bundles of every version, and detect damage in them.
 
 `make golden` adds them (tests/golden/make.py). None of this needs a GPU or torch, except the self-test of the cpu goldens.
 """
@@ -95,7 +95,7 @@ def test_nothing_but_goldens_lies_in_the_folders() -> None:
         assert path in GOLDENS, path
 
 
-# --- what is whole -----------------------------------------------------------------------------------------------
+# --- undamaged bundles -------------------------------------------------------------------------------------------
 
 
 def test_inspect_shows_a_golden(golden: Path, manifest: Manifest) -> None:
@@ -187,7 +187,7 @@ def test_every_address_is_a_relocation_inside_its_memory(golden: Path, manifest:
 
 
 def targets(node: object) -> list[tuple[Address, int]]:
-    """Returns (place, number of bytes known to be there) for every address of a node."""
+    """Returns (address, number of bytes that must exist there) for every address of a node."""
     if isinstance(node, KernelNode):
         return [(relocation.target, 0) for relocation in node.relocations]
     if isinstance(node, MemsetNode):
@@ -284,7 +284,7 @@ def test_a_missing_file_and_a_stranger_are_found(copy: Path) -> None:
 
 
 def test_a_changed_byte_in_a_table_is_refused_or_harmless(golden: Path, manifest: Manifest) -> None:
-    """The table's own check works without the hash: a changed byte gives table-invalid or a valid table."""
+    """The check of a table does not rely on the hash: a changed byte gives table-invalid or another valid table."""
     images = {path.name for path in golden.glob("kernels/*")}
     for file in table_files(manifest):
         data = (golden / file).read_bytes()

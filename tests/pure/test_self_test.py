@@ -103,8 +103,8 @@ def test_every_dtype_can_be_compared(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in sorted(DTYPES) if "int" in dtype or dtype == "bool"])
-def test_of_integers_the_share_that_differs_counts_and_not_by_how_much(dtype: str) -> None:
-    """Relative to the largest element, a difference of one from 2**63 - 1 would vanish, and 17 for 12 would pass at 4 %."""
+def test_the_error_of_integers_is_the_share_that_differs(dtype: str) -> None:
+    """Relative to the largest element, a difference of one at 2**63 - 1 would vanish, and 17 instead of 12 would pass at 4 %."""
     width = DTYPES[dtype]
     expected = b"".join(bytes([1]) + b"\xff" * (width - 1) for _ in range(4)) if width > 1 else bytes([0, 1, 0, 1])
     got = bytes([expected[0] ^ 1]) + expected[1:]
@@ -147,8 +147,8 @@ def test_what_differs_is_said_for_people(
 
 
 @given(st.sampled_from(sorted(DTYPES)), st.binary(max_size=96), st.data())
-def test_blocks_say_what_the_whole_says(dtype: str, data: bytes, more: st.DataObject) -> None:
-    """This holds wherever blocks end, and whether they are equal, zero or different."""
+def test_blocks_give_the_difference_of_the_whole_tensor(dtype: str, data: bytes, more: st.DataObject) -> None:
+    """This holds for blocks of any size, and for equal, zero and different blocks."""
     expected = bytes(more.draw(st.integers(0, 3)) * 16) + data[: len(data) // 16 * 16]
     got = bytearray(expected)
     for place in more.draw(st.lists(st.integers(0, max(0, len(got) - 1)), max_size=4 if got else 0)):
@@ -198,7 +198,7 @@ def test_a_result_passes_by_bits_or_by_tolerance(compare: str, exact: bool, meas
     assert [tensor["passed"] for tensor in result.plain(compare)["tensors"]] == [True, passed]
 
 
-# --- sitting ---------------------------------------------------------------------------------------------------------
+# --- runs of the self-test -------------------------------------------------------------------------------------------
 
 
 def first_two(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
@@ -226,7 +226,7 @@ def test_a_self_test_that_holds_is_exact(tmp_path: Path, outputs: str) -> None:
 
 
 def token_and_logits(base: Manifest) -> Manifest:
-    """Returns the fabricated bundle with bfloat16's bound, and with an int64 as second output that the first one decides."""
+    """Returns the fabricated bundle with bfloat16's bound. Its second output is an int64 that depends on the first one."""
     specs = (
         base.entries[0].outputs[0],
         replace(base.entries[0].outputs[0], name="token", dtype="int64", shape=("batch",), order=(0,)),

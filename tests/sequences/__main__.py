@@ -1,7 +1,7 @@
 """python -m tests.sequences: builds random modules, and calls every bundle and a new eager model with the same random sequences.
 
 Prints wrong results and errors, then the numbers of right, refused and wrong modules. Exit status 1 if a bundle was wrong, an error
-was not a refusal, or a faithful module was refused.
+was not a refusal, or a module was refused that has only features in FAITHFUL (drawn.py).
 """
 
 from __future__ import annotations

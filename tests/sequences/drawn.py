@@ -11,7 +11,8 @@ WIDTH = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feature:
-    """Lines for `__init__` and for `forward(x, y)`, which change `y` (batch, seq, WIDTH). `{a}` is replaced by a unique name."""
+    """Lines for `__init__`, and lines for `forward(x, y)`, which change `y` (batch, seq, WIDTH). `{a}` is replaced by a unique
+    name."""
 
     name: str
     init: str
@@ -117,7 +118,7 @@ y = y + self.{a}.setdefault(x.shape[1], x.amax())"""),
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """A model file's `text`, the names of its features, whether all are faithful, and its sizes by dimension."""
+    """A model file's `text`, the names of its features, whether all are in FAITHFUL, and its sizes by dimension."""
 
     text: str
     features: tuple[str, ...]
@@ -126,7 +127,7 @@ class Drawn:
 
 
 def draw(seed: int, unfaithful: float) -> Drawn:
-    """Generates the module of a seed. `unfaithful` is the share of modules that have an unfaithful feature."""
+    """Generates the module of a seed. `unfaithful` is the share of modules with a feature in UNFAITHFUL."""
     chance = random.Random(seed)
     chosen = chance.sample(FAITHFUL, chance.randint(1, 3))
     faithful = chance.random() >= unfaithful

@@ -1,1 +1,1 @@
-"""Programs that run for minutes to hours: they count failures, mixed-up answers and growth."""
+"""Programs that run for minutes to hours. They count failures, answers of another bundle, and growing resources."""

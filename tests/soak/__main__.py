@@ -32,7 +32,7 @@ HANG = 180.0
 
 
 class Soak:
-    """Threads that use the slots until they are stopped, and pause for every sample."""
+    """Threads that use the slots (users.py) until they are stopped. They pause while resources are sampled."""
 
     def __init__(self, users: list[User], *, gpu: bool) -> None:
         self.times: list[float] = []
@@ -88,7 +88,7 @@ class Soak:
 
 
 def slots(models: list[Case], *, gpu: bool) -> list[Slot]:
-    """Returns the programs that all threads share."""
+    """Returns a slot for each program that all threads share."""
     rows, step, running, draws = models
     if gpu:
         return [

@@ -48,8 +48,8 @@ def _device_bytes() -> int:
 
 
 def growth(times: Sequence[float], values: Sequence[float]) -> float:
-    """Returns the growth of `values` over `times` (seconds, at least two), by the median slope between any two values: single peaks
-    do not count."""
+    """Returns the growth of `values` over `times` (seconds, at least two), by the median slope between any two values, which single
+    peaks do not change."""
     pairs = [((t, v), (u, w)) for (t, v), (u, w) in combinations(zip(times, values, strict=True), 2) if u > t]
     return median((w - v) / (u - t) for (t, v), (u, w) in pairs) * (times[-1] - times[0])
 

@@ -37,8 +37,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A bundle and its right answers: `calls` are independent, `sequences` are calls in a row after `reset`. `seeded`: each
-    sequence follows `seed` with its number. `shared`: an output is in memory of the session."""
+    """A bundle and its right answers: `calls` are independent, `sequences` are calls in a row after `reset`. `seeded`: before
+    sequence N, `seed(N)` is called. `shared`: an output is in memory of the session."""
 
     name: str
     path: Path
@@ -125,7 +125,8 @@ def _answer(model: nn.Module, inputs: Inputs, batch: int, draw: int, device: str
 
 
 def _random_case(path: Path) -> Case:
-    """Eager PyTorch draws other random numbers, so the answers come from the bundle, in one thread before all others start."""
+    """Returns a case with random numbers. Eager PyTorch draws other ones, so the answers come from the bundle, called by a single
+    thread."""
     sequences = []
     with cgbundle.load(path) as program:
         for number in range(SEQUENCES):

@@ -29,7 +29,8 @@ def answer(program: Any) -> str:
 
 
 def read(path: str, expected: dict[str, str]) -> dict[str, Any]:
-    """Returns the counts: `failed` loads and calls, `mixed` answers. `seen` are loads by the bundle's name, `failures` reasons."""
+    """Returns the counts: `failed` loads and calls, and `mixed`, answers of another bundle. `seen` counts loads by the bundle's
+    name, `failures` their reasons."""
     counts, seen, failures = Counter(loads=0, calls=0, failed=0, mixed=0), Counter[str](), Counter[str]()
     before: Any = None
     while not select.select([sys.stdin], [], [], 0)[0]:

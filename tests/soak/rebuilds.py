@@ -1,8 +1,8 @@
 """`python -m tests.soak.rebuilds --rebuilds 1000 --readers 4`: replaces a bundle repeatedly while processes load and call it. No
 load may fail, and every answer must come from the loaded bundle. Exit status 1 otherwise.
 
-A thousand builds would take hours. So a few models with different widths and answers are built once. Each is then published over
-the last one with `staged(..., replace=True)`, as `cgcompile build --force` does.
+A thousand builds would take hours. So a few models with different widths and answers are built once. Then they replace one another
+at one path with `staged(..., replace=True)`, as in `cgcompile build --force`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def tell(process: subprocess.Popen[str], line: str) -> None:
 
 
 def soak(variants: list[Path], folder: Path, rebuilds: int, readers: int) -> bool:
-    """Replaces a bundle in `folder` beside several readers and prints the counts. Returns whether nothing was wrong."""
+    """Replaces a bundle in `folder` while several readers use it, and prints the counts. Returns whether nothing was wrong."""
     path, expected = folder / "model.cgb", answers(variants)
     publish(variants[0], path)
     processes = [start(path, expected) for _ in range(readers)]

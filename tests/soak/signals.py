@@ -1,7 +1,7 @@
 """`python -m tests.soak.signals --count 10000`: sends signals at random moments of CPU calls; the handler raises.
 
-Each exception must be raised once, out of the call. Every call that ends must be right, including the call after an interrupted
-one. The close of each program must return, even if a signal interrupts it. A hang ends the program with the stacks of all threads.
+The caller must get each exception exactly once. Every call that ends must be right, including the call after an interrupted one.
+Closing a program must end, even if a signal interrupts it. A hang ends the program with the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Signals:
 
 
 class Case:
-    """How calls are made: a golden bundle, its kind of input, and the options of its load."""
+    """A golden bundle, the kind of tensors that its calls take, and the options of its load."""
 
     def __init__(self, golden: str, kind: str, session: bool, views: bool) -> None:
         self.golden, self.kind, self.session, self.views = golden, kind, session, views

@@ -1,8 +1,8 @@
 """The actions of a thread of the soak test: random calls, sessions, loads, closes and reloads, with every answer compared.
 
-A `Slot` holds a program that all threads use and any thread may replace. A call of a program that was just closed raises an error,
-and the caller takes the new one. Results that become invalid with their memory (views and shared outputs of a GPU program) are used
-by one thread only.
+A `Slot` holds a program that all threads use and any thread may replace. A call of a program that another thread has just closed
+raises an error; the caller then uses the new program. Results that become invalid with their memory (views and shared outputs of a
+GPU program) are used by one thread only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Wrong(Exception):
 
 
 class Slot:
-    """A program of a case that threads share, and a session of it that they compete for."""
+    """A program of a case that threads share, and a session of it, which only one thread can call at a time."""
 
     def __init__(self, case: Case, **options: Any) -> None:
         self.case, self.options, self._lock = case, options, Lock()
@@ -51,7 +51,7 @@ class Slot:
 
 
 class Caller:
-    """Makes the calls of one user to one program and compares the results; `device` is "cpu" or "cuda"."""
+    """Makes the calls of one thread to one case's programs and compares the results; `device` is "cpu" or "cuda"."""
 
     def __init__(self, case: Case, random: Random, counts: Counter[str], device: str) -> None:
         self.case, self.counts, self._random, self._device = case, counts, random, device
@@ -200,7 +200,7 @@ class User:
             self._was_replaced(slot, program)
 
     def _fight(self) -> None:
-        """Calls a session that other threads use too: the result must be right, or an error."""
+        """Calls a session that other threads use too: it must give the right result or raise SessionBusy or ProgramClosed."""
         slot = self._random.choice([slot for slot in self._slots if slot.case.calls])
         session = slot.session
         try:

@@ -2,11 +2,11 @@
 
     best.py [MODEL...] [--sizes N,N] [--each] [--timeout SECONDS]
 
-Prints a line for every model and int_key: the chosen lowering, the microseconds of its graphs on the GPU, and those of a graph
-captured by hand from torch.compile(mode="max-autotune-no-cudagraphs"), with their ratio.  Events around many launches time the
-two alternately, each in its own process.  torch.compile runs in its process before the bundle is built, so that the two do not
-disturb each other.  The lines start with what the build measured for each lowering.  `--each` also builds a bundle of every single
-lowering and times it alternately with the best one: exit status 1 if one of them is faster by more than 5 %.
+Prints a line for every model and int_key: the chosen lowering, the microseconds of its graphs on the GPU, those of a graph captured
+by hand from torch.compile(mode="max-autotune-no-cudagraphs"), and the ratio. Bundle and torch.compile have their own processes, and
+are timed alternately, with events around many launches. torch.compile compiles before the bundle is built, so that the two do not
+disturb each other. The first lines of a model show what the build measured for each lowering. `--each` also builds a bundle of
+every single lowering and times it alternately with the best one: exit status 1 if a single lowering is faster by more than 5 %.
 
 Models: gpt (12 layers, bf16), minilm (6 layers, fp32), resnet (ResNet-50, fp16, channels last), vit (ViT-B/16, bf16), decoder
 (Llama of 1.2 billion parameters, bf16), mlp.  Weights are random; gpt, resnet and mlp use a fixed seed.
@@ -141,7 +141,7 @@ def microseconds(stream: Any, launch: Callable[[], object]) -> float:
 
 
 class Baseline:
-    """torch.compile of a model at its sizes, in another process that starts with this object."""
+    """torch.compile of a model at its sizes, in another process. The process starts when this object is created."""
 
     def __init__(self, name: str, sizes: list[int]) -> None:
         line = [sys.executable, __file__, "--baseline", name, "--sizes", ",".join(map(str, sizes))]

@@ -56,7 +56,8 @@ def missing(model: Model, seconds: float) -> dict[str, Any]:
 
 
 def needed(model: Model, level: str, cache: Path) -> tuple[Path | None, str]:
-    """Returns (path, "") of a bundle newer than the code, which it builds if necessary, or (None, the error)."""
+    """Returns the path of a bundle newer than the code, and "". Builds the bundle if necessary; if that fails, returns None and the
+    error."""
     path = path_of(model, level, cache)
     manifest = path / "manifest.json"
     newest = max(os.path.getmtime(file) for file in cases.sources())
@@ -73,8 +74,8 @@ def build_all(
     """Returns the rows of all models at all levels, ordered by model.
 
     With `alone`, the first model's inductor bundle is built before all others, so that nothing disturbs its benchmarks. The first
-    model's autotuning takes longest and starts first; all other autotuning starts last. Builds that have not started after
-    `seconds` are skipped.
+    model's max-autotune build takes longest and is the first of the other builds; all others with max-autotune start last. Builds
+    that have not started after `seconds` are skipped.
     """
     until = None if seconds is None else time.perf_counter() + seconds
     pairs = [(model, level) for model in models for level in model.levels if level in levels]

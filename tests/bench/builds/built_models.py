@@ -13,7 +13,7 @@ LEVELS = ("eager", "inductor", "max-autotune")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """`source` is a model file, or "" for a case of tests/gpu/helpers/models.py or an architecture with that name."""
+    """`source` is a model file. If it is "", `name` is a case of tests/gpu/helpers/models.py or of architectures.py."""
 
     name: str
     title: str

@@ -1,8 +1,8 @@
 """Benchmarks models that cannot be one CUDA graph: `cuts.py [NAME...]` builds them and times calls beside torch.compile.
 
-Every row comes from a new process, `cuts.py --one NAME`. Times are medians of whole calls including the wait for the GPU, because a
-host region waits for it anyway. torch.compile runs twice: with its defaults it breaks the graph at code that it cannot trace; then
-with fullgraph, and its options for scalars and data-dependent shapes.
+Every row comes from a new process, `cuts.py --one NAME`. Times are medians of whole calls including the wait for the GPU, because
+every host region waits for the GPU. torch.compile runs twice: first with its defaults, which break the graph at code that it cannot
+trace; then with fullgraph, and its options for scalars and data-dependent shapes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     generation.py [BUNDLE]          builds the bundle of examples/decoder.py if none is given
 
-Every variant runs in its own process and generates the same 200 tokens after a prompt of 64.  The calls that warm it up do not
-count.
+Every variant runs in its own process and generates the same 200 tokens after a prompt of 64.  Calls that warm up a variant are not
+timed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Compares greedy decoding in one launch (`torch.while_loop`) with one launch per token, whose token the host fetches.
+"""Compares greedy decoding in one launch (`torch.while_loop`) with one launch per token, after which the host fetches the token.
 
     loops.py [--target cuda] [--record cross-compile] [--layers 12] [--width 768] [--tokens 128] [--compile]
 
-Both bundles hold the same GPT, batch 1.  LOOP takes one token and returns all.  STEP returns one token per call and keeps its cache
-as state.  `--compile` also runs the two modules under `torch.compile(mode="reduce-overhead")`.  Exit status 1 if the tokens of the
-bundles differ.  torch's kernels may round differently; the number of its equal tokens is printed.
+Both bundles hold the same GPT, batch 1.  LOOP takes the first token and returns all tokens. STEP returns one token per call and
+keeps its cache as state.  `--compile` also runs the two modules under `torch.compile(mode="reduce-overhead")`.  Exit status 1 if
+the tokens of the bundles differ.  torch's kernels may round differently, so only the number of its equal tokens is printed.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def compiled(loop: nn.Module, step: nn.Module, first: Tensor, tokens: int, wante
                 call()
                 ready = time.perf_counter() - begun
                 ((seconds, actual),) = timed(call)
-            except RuntimeError as error:  # torch could not compile it; the other one is still measured
+            except RuntimeError as error:  # torch could not compile this module; the other module is still measured
                 print(f"torch.compile, {name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
                 continue
             same = sum(a == b for a, b in zip(actual, wanted, strict=False))

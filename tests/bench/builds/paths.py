@@ -2,8 +2,8 @@
 
     paths.py [--target cuda] [--record capture] [--layers 4] [--width 768] [--rows 64]
 
-Two models: the first example of PyTorch's trees, verbatim, and linear layers whose later part depends on a branch (the paths 1-2-4
-and 1-3-4).  For both:
+Two models: the first example in PyTorch's source of CUDA graph trees, verbatim, and linear layers with a branch (the paths 1-2-4
+and 1-3-4). Each runs as:
 
 - a bundle of the model with its `if`: one graph, one launch, and the GPU selects the path;
 - `torch.compile(mode="reduce-overhead")` of the same model: a graph per part, and the host waits for the condition;

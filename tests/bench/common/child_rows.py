@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """Returns a child's environment: PYTHONPATH with the repository first, then the folders that it had before."""
+    """Returns a child's environment: the repository's folders come first in PYTHONPATH, before those of this process."""
     paths = [str(children.ROOT / folder) for folder in ("bundles", ".", "cli")]
     path = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     return children.environment({"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **(extra or {})})
@@ -36,7 +36,7 @@ def run(
     seconds: float = ROW_SECONDS,
     python: Path | None = None,
 ) -> dict[str, Any]:
-    """Runs a child and returns the JSON of its last line, or {"error": one line}. Never raises for a failure of the child."""
+    """Runs a child and returns the JSON of its last line, or {"error": one line}. Raises no error if the child fails."""
     line = children.command(script, *arguments, python=python)
     pipe = subprocess.PIPE
     with subprocess.Popen(

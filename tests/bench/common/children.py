@@ -23,7 +23,7 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """Returns a child's environment, with the packages of this repository first on its path and the time of its start."""
     inherited = [search_path for search_path in (os.environ.get("PYTHONPATH"),) if search_path]
     path = os.pathsep.join([str(ROOT / "bundles"), str(ROOT), str(ROOT / "cli"), *inherited])
-    # an editable install may have these folders on the path already; a checkout that is not installed works too
+    # needed if this checkout is not installed
     return os.environ | {"PYTHONPATH": path} | (extra or {}) | {serving.SPAWNED: repr(serving.now())}
 
 

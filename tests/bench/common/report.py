@@ -1,4 +1,4 @@
-"""Plain-text tables: a machine with a GPU may not have Rich."""
+"""Plain-text tables: Rich may not be installed on a machine with a GPU."""
 
 from __future__ import annotations
 

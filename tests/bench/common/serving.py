@@ -1,4 +1,4 @@
-"""Runs a serving process and times it from the moment its parent started it: clock, inputs and report.
+"""The clock, inputs and first call of a serving process. Times count from the moment its parent started it.
 
 This module imports only what every Python process has loaded already. Otherwise the import time of cgbundle would be hidden.
 """

@@ -37,7 +37,7 @@ class Measured:
 
     @property
     def fastest_eager(self) -> str:
-        """Returns the variant that loads weights without initializing them first; transformers always does that."""
+        """Returns the variant of eager PyTorch that does not initialize weights before it loads them. transformers never does."""
         return "eager" if self.case.own_weights else "uninitialized"
 
     def parts(self) -> dict[str, list[float]]:

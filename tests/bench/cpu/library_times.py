@@ -1,6 +1,6 @@
 """Times the dynamic loader (dlopen) and the run of the model's shared object inside cgbundle, from outside.
 
-`ctypes.CDLL` is replaced before cgbundle imports it, so no private name of cgbundle is used.
+`ctypes.CDLL` is replaced before cgbundle imports it, so this module uses no private name of cgbundle.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def main(how: str, bundle: str, output: str, *inputs: str) -> None:
     laps.mark("interpreter")
     watch = None
     if how == "watched":
-        # watching needs ctypes, which `load` would import: its import counts as cgbundle's time
+        # `install` imports ctypes, which `load` would import otherwise: so this import counts as cgbundle's time
         from tests.bench.cpu import library_times
 
         laps.mark("import ctypes")

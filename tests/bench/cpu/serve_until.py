@@ -9,7 +9,7 @@ from tests.bench.common import serving
 
 
 def main(bundle: str, *inputs: str) -> None:
-    """Keeps the program open, as a server does."""
+    """Keeps the program open while it waits, as a server does."""
     with cgbundle.load(bundle) as program:
         program(*serving.numpy_inputs(list(inputs)))
         print("ready", flush=True)

@@ -1,7 +1,7 @@
 """Child process: `time_calls.py BUNDLE INPUT` compares calls of a bundle (one input, one output) with the run of its shared object.
 
-The shared object runs through its C interface with prepared handles. Its runs alternate with whole calls, so that both see the same
-load.
+The shared object runs through its C interface with input handles that were created before. Its runs alternate with
+whole calls, so that both see the same load.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main(bundle: str, text: str) -> None:
     watch = library_times.watch()
     import cgbundle
 
-    # this program only provides the run function and its container; both stay valid while it is open
+    # this program only provides the run function and the model container, which stay valid while it is open
     opened = cgbundle.load(bundle)
     opened(value)
     watch.stop()

@@ -1,6 +1,6 @@
 """Measures how fast weights outside the page cache are read: `tests/bench/cpu/weight_reads.py FILE [GB]`.
 
-Prints GB/s of the runtime's reader, driven like an upload but without a GPU, beside `dd`. The readers alternate, and the file's
+Prints GB/s of the runtime's reader, called as in an upload but without a GPU, beside `dd`. The readers alternate, and the file's
 pages are dropped before each. Also prints how much of the file the page cache holds afterwards.
 """
 
@@ -46,9 +46,9 @@ def main(path: str, gigabytes: str = "1") -> None:
 
 
 def read(file: int, size: int, *, around: bool) -> None:
-    """Reads the file as `Upload` does; with `around`, as on a machine with little memory."""
-    how: Way = way(size)
-    groups = chunks([Piece(0, size, 0)], how.chunk)
+    """Reads the file as `Upload` does; with `around`, without the page cache, as a file larger than half of the memory."""
+    settings: Way = way(size)
+    groups = chunks([Piece(0, size, 0)], settings.chunk)
     if around:
         small, os.sysconf = os.sysconf, lambda name: 1
     try:
@@ -56,17 +56,17 @@ def read(file: int, size: int, *, around: bool) -> None:
     finally:
         if around:
             os.sysconf = small
-    numbers, ahead, announced = itertools.count(), -(-AHEAD // how.chunk), [0]
+    numbers, ahead, announced = itertools.count(), -(-AHEAD // settings.chunk), [0]
 
     def work() -> None:
-        view = memoryview(mmap.mmap(-1, how.chunk))
+        view = memoryview(mmap.mmap(-1, settings.chunk))
         while (index := next(numbers)) < len(groups):
             if reader.cold:
                 begin, announced[0] = max(announced[0], index), index + ahead
                 reader.announce([place(group) for group in groups[begin : index + ahead]])
             reader.read(view, *place(groups[index]))
 
-    threads = [threading.Thread(target=work) for _ in range(how.readers)]
+    threads = [threading.Thread(target=work) for _ in range(settings.readers)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -77,7 +77,8 @@ def launch(graph: Graph) -> Call:
 
 
 def replay(graph: Graph, value: torch.Tensor) -> Call:
-    """Returns a function that copies the input, replays the graph and returns the static output, as careful users write it."""
+    """Returns a function that copies the input, replays the graph and returns the static output, as users write it who copy each
+    input."""
 
     def call() -> torch.Tensor:
         graph.static.copy_(value)
@@ -88,7 +89,7 @@ def replay(graph: Graph, value: torch.Tensor) -> Call:
 
 
 def bare(bundle: str) -> CudaBackend:
-    """Returns the bundle's backend, without guards; see `bare_launch`."""
+    """Returns the bundle's backend, which checks no inputs; see `bare_launch`."""
     return CudaBackend(archive.Archive(bundle))
 
 

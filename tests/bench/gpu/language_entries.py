@@ -1,9 +1,9 @@
-"""A folder's language model with prefill and decode alone, for builds in little time:
+"""A model file: a folder's language model without `generate`, so that a build takes little time:
 
     CAUSAL_LM=FOLDER cgcompile build tests/bench/gpu/language_entries.py --sizes prefill:batch=2,8,32 --sizes prefill:seq=64 \\
         --sizes decode:batch=1,8,32,64,128,256 --sizes choose:batch=256 --sizes blocks=256
 
-Its loads take as many pages and slots as memory allows, for 256 texts of 4,096 tokens at most.  CAUSAL_LM_DTYPE: bfloat16 by
+A load may request any number of pages and slots, at most those of 256 texts of 4,096 tokens.  CAUSAL_LM_DTYPE: bfloat16 by
 default.
 """
 

@@ -1,7 +1,8 @@
-"""Benchmarks a large language model with random weights: its bundle beside transformers, and its steps beside memory bandwidth.
+"""Benchmarks a large language model with random weights: compares its bundle with transformers, and the bandwidth of its steps with
+that of a copy.
 
-    language_model.py folder NAME FOLDER              a model of tests/helpers/models/language_models.py, weights made on the GPU
-    language_model.py compare BUNDLE FOLDER CACHE WAY...   new processes, one after the other: bundle, eager, compile
+    language_model.py folder NAME FOLDER              writes a model of tests/helpers/models/language_models.py, with random weights
+    language_model.py compare BUNDLE FOLDER CACHE WAY...   each WAY (bundle, eager, compile) in a new process
     language_model.py steps BUNDLE [CONTEXT...]       tokens a second at every recorded number of lanes, and GB/s read
 
 Every line is JSON and printed at once.  `compare` keeps torch.compile's cache in CACHE: a second run is a warm start.

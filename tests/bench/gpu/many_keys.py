@@ -1,9 +1,9 @@
 """Measures the cost of many int_keys: `many_keys.py FEW MANY [ROUNDS]` compares two CUDA bundles of one model, for example with 3
 and 64 keys.
 
-Prints the time from process start to first output of each: with the default loading, with all graphs built, and with none, which
-alternate. Also prints the time in driver calls while MANY is loaded, the GPU memory of each key, and the cost of a call that
-changes the key. Needs no torch.
+Prints the time from process start to first output of both bundles with the default loading, and of MANY with all graphs built by
+`load` and with none; the runs alternate. Also prints the time in driver calls while MANY is loaded, the GPU memory of each key, and
+the cost of a call that changes the key. Needs no torch.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from cgbundle.format.safetensors import Mapped
 from cgbundle.self_test import inputs_of
 
 SETTLED = 10
-"""Rounds after which the driver allocates no more memory for itself."""
+"""Number of rounds in which the driver may still allocate memory for itself. Later growth is a leak."""
 
 
 def main(bundle: str, rounds: str) -> None:

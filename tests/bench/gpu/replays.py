@@ -1,7 +1,7 @@
 """Child process: `replays.py MODEL BUNDLE COUNT` replays random sizes on changing streams and compares every output with that of
 the input's first replay.
 
-Then it compares mode="stream" with mode="graph", bit for bit, and sizes that are padded or chunked with eager PyTorch.
+Then it compares mode="stream" with mode="graph" bit for bit. It compares sizes that are padded or chunked with eager PyTorch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(model: str, bundle: str, count: str) -> None:
 
 
 def drawn(value: torch.Tensor) -> list[torch.Tensor]:
-    """Returns random inputs with the values of `value`."""
+    """Returns INPUTS random inputs, whose elements are drawn from those of `value`."""
     flat = value.flatten()
     return [flat[torch.randint(0, flat.numel(), value.shape, device=value.device)] for _ in range(INPUTS)]
 

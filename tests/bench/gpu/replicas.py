@@ -1,6 +1,6 @@
 """`python -m tests.bench.gpu.replicas`: measures calls per second of a bundle on one GPU, and of replicas on all GPUs.
 
-First two threads per device call with CPU inputs, so that a replica has its next call when it finishes one. Then one thread per
+First two threads per device call with CPU inputs, so that a call always waits when a replica has finished one. Then one thread per
 device calls with GPU inputs. `--seconds N` sets the length of each measurement.
 """
 

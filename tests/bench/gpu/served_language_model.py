@@ -1,5 +1,5 @@
-"""Measures a language model's bundle as `cgcompile serve` runs it: steps, prompts, the engine between steps, shared prefixes, a
-load.
+"""Measures a language model's bundle as `cgcompile serve` runs it: prompts, steps, time between steps, shared prefixes, load over
+HTTP.
 
     python -m tests.bench.gpu.served_language_model BUNDLE TOKENIZER [--skip PART,PART] [--seconds 120] [--words requests=256,...]
 
@@ -7,10 +7,10 @@ The parts, each one or more lines of JSON, printed at once:
 
     load      seconds and bytes, with the number of int_keys
     prefill   milliseconds of single prompts of 128, 512, 2,048 and 4,000 tokens
-    decode    tokens a second at every recorded number of lanes: the engine's, and microseconds between two calls
+    decode    tokens a second of the engine at every recorded number of lanes, and microseconds between two calls
     shared    64 requests with 1,500 common tokens, with and without shared pages, and whether the tokens are equal
-    equal     64 prompts one by one and together: the number of equal texts, and the margin of the first different token
-    http      a mixed load from another process, as `cgcompile bench URL --generate --load WORDS` sends it
+    equal     64 prompts one by one and together: the number of equal texts, and the best token's margin at the first difference
+    http      a load of mixed requests from another process: `cgcompile bench URL --generate --load WORDS`
 
 A part that would start after `--seconds` is skipped with a message.  Needs no torch.
 """
@@ -41,7 +41,8 @@ from cgserve.scheduling.requests import Request, Sampling, Step, Token
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS, CONTEXT, TOKENS = (128, 512, 2048, 4000), 128, 64
-"""Lengths of single prompts; tokens of each prompt and of its answer in part `decode`."""
+"""PROMPTS: lengths of single prompts in part `prefill`. CONTEXT and TOKENS: tokens of each prompt and of its answer in part
+`decode`."""
 
 COMMON, TOGETHER = 1500, 64
 
@@ -64,7 +65,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded bundle: the program and its model, the lanes of decode, and the calls of its entries so far."""
+    """A loaded bundle: the program, its `BundleModel`, the recorded numbers of lanes, and the times of the calls so far."""
 
     program: cgbundle.Program
     model: BundleModel
@@ -107,7 +108,7 @@ async def answered(model: BundleModel, requests: Sequence[Request]) -> Run:
 
 
 def prompt(number: int, count: int) -> tuple[int, ...]:
-    """Returns the same prompt for the same number."""
+    """Returns `count` random tokens; the same ones for the same number."""
     return tuple(random.Random(number).choices(VOCABULARY, k=count))
 
 

@@ -1,8 +1,8 @@
 """Runs sessions of one bundle: `sessions.py BUNDLE [SESSIONS] [CALLS]`, each in its own thread and on its own stream.
 
 Every session makes the same calls over all sizes, in a different order. Every output must equal, bit for bit, the output of a
-single session. Prints as JSON: different calls, the sessions' memory beside its prediction, and calls per second of one session and
-of all.
+single session. Prints as JSON: the number of calls with a different output, the sessions' memory and its prediction, and calls per
+second of one session and of all.
 """
 
 from __future__ import annotations

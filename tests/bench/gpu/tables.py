@@ -42,7 +42,7 @@ def show_device(screen: report.Console, numbers: dict[str, Any]) -> None:
 def show_memory(screen: report.Console, numbers: dict[str, Any]) -> None:
     """Prints the bytes in the manifest and the bytes that the device reports."""
     memories = numbers["memories"]
-    # memory that the driver keeps after close belongs to the context, though it is allocated with the first module
+    # the driver allocates some memory of the context with the first module: what it keeps after close is not the bundle's
     planned, used = numbers["manifest"], numbers["used after load"] - numbers["left after close"]
     known = memories["weights"] + memories["inputs"]
     rows = [[f"manifest: {name}", mb(size)] for name, size in memories.items()]

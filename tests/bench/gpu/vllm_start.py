@@ -1,10 +1,11 @@
-"""Compares starts of vLLM without and with the plugin in examples/vllm_plugin; the two alternate.
+"""Compares starts of vLLM without the plugin in examples/vllm_plugin and with it, alternately.
 
     python -m tests.bench.gpu.vllm_start MODEL GRAPHS [--turns 3] [--rounds 5] [--options '{"load_format": "dummy"}']
 
-GRAPHS is the folder of the plugin; an empty one is filled first.  Every start is its own process.  Prints a row for each: seconds
-from process start to the engine, the phases in vLLM's log, tokens/s at LANES (best of --rounds; not while a cache or the
-folder is filled), used memory, and whether the tokens equal those of the first start.  The logs are in `GRAPHS.logs`.
+GRAPHS is the folder in which the plugin saves graphs. If it is empty, the first starts fill it.  Every start is its own process.
+Prints a row for each: seconds from process start to the engine, the phases in vLLM's log, tokens/s at LANES (best of --rounds; not
+while a cache or the folder is filled), used memory, and whether the tokens equal those of the first start.  The logs are in
+`GRAPHS.logs`.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def child(model: str, options: dict[str, Any], answer: Path, *, rounds: int) -> 
         sizes = [lengths[number % len(lengths)] for number in range(count)]
         return [{"prompt_token_ids": [draw.randrange(1000, 30000) for _ in range(size)]} for size in sizes]
 
-    def generate(asked: list[Any], tokens: int) -> list[list[int]]:
+    def generate(requests: list[Any], tokens: int) -> list[list[int]]:
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        return [list(row.outputs[0].token_ids) for row in engine.generate(asked, sampling, use_tqdm=False)]
+        return [list(row.outputs[0].token_ids) for row in engine.generate(requests, sampling, use_tqdm=False)]
 
     first = generate(prompts(1, 128), 1)
     answered = time.time()
@@ -91,7 +92,7 @@ def child(model: str, options: dict[str, Any], answer: Path, *, rounds: int) -> 
     }  # fmt: skip
     answer.write_text(json.dumps(row))
     engine.llm_engine.engine_core.shutdown()
-    os._exit(0)  # end without waiting for vLLM's threads
+    os._exit(0)  # do not wait for vLLM's threads
 
 
 def start(name: str, arguments: argparse.Namespace, graphs: Path | None, *, rounds: int) -> dict[str, Any]:

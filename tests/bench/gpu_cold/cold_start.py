@@ -24,7 +24,8 @@ TOLERANCE = 4e-2
 """Tolerance of bfloat16 that cgcompile allows for recordings."""
 
 OVER_FLOOR = 58
-"""Milliseconds that the bundle may take beyond the C program. The goal is 0.27 s on a machine where the C program took 0.212 s."""
+"""Milliseconds by which the bundle may be slower than the C program. The goal is 0.27 s on a machine where the C program took 0.212
+s."""
 
 LAPS = ("interpreter", "import cgbundle", "input", "first call")
 """Laps that are shown beside the stages of loading."""
@@ -95,7 +96,7 @@ def self_test_inputs(bundle: Path, folder: Path) -> list[str]:
 
 
 def differences(bundle: Path, folder: Path) -> dict[str, Any]:
-    """Returns for each variant the largest difference from the recording's output, for every size that the variant wrote."""
+    """Returns, for each variant, the largest difference of its output from the self-test's, for every size with an output file."""
     dtype = archive.read_manifest(str(bundle)).entries[0].outputs[0].dtype
     errors = {}
     for variant, stem in (
@@ -208,6 +209,6 @@ def show_breakdown(screen: report.Console, numbers: dict[str, Any]) -> None:
 
 
 def rest_of_load(run: dict[str, Any]) -> float:
-    """Returns the seconds of `load` outside all stages of the first thread."""
+    """Returns the seconds of `load` that belong to no measured stage of the first thread."""
     stage_seconds = sum(seconds for name, seconds in run["stages"].items() if not name.startswith(load_stages.BESIDE))
     return run["laps"]["load"] - stage_seconds

@@ -1,4 +1,5 @@
-"""Child process: `floor.py` only creates a CUDA context with cuda-bindings and prints the seconds from process start."""
+"""Child process: `floor.py` only creates a CUDA context with cuda-bindings, and prints the seconds from process start until
+then."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Measures the runtime modules that a load of a plain GPU bundle imports: names, lines, and CPU time with and without bytecode.
+"""Lists the runtime modules that loading a GPU bundle without state imports. Prints lines, and CPU time with and without bytecode.
 
     PYTHONPATH=.:cli:bundles python -m tests.bench.gpu_cold.imports [--runs 20] [OTHER_CHECKOUT ...]
 
-Checkouts alternate, with a new process for each time.  The driver is `tests/helpers/drivers/null_driver.py`: no GPU is needed.
+The runs of all checkouts alternate; each is a new process.  The driver is `tests/helpers/drivers/null_driver.py`: no GPU is needed.
 """
 
 from __future__ import annotations

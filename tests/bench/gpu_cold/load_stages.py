@@ -1,4 +1,4 @@
-"""Times the stages of loading a bundle from outside: it wraps functions as soon as their module is imported."""
+"""Times the stages of loading a bundle without changes to cgbundle: wraps its functions as soon as their module is imported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BESIDE = "beside: "
 
 
 class Stopwatch:
-    """Seconds of the watched functions, by label; a nested watched call counts only for the inner function.
+    """Seconds of the watched functions, by label; if watched calls are nested, the time counts only for the inner function.
 
     `seen` holds the first argument of every call. `install` watches the modules that are imported later.
     """

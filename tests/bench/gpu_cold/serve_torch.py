@@ -16,7 +16,7 @@ from tests.bench.common import serving
 from tests.bench.cpu import serve_torch
 
 CALLS = 3
-"""Calls of a size until reduce-overhead replays: one runs, one records, one replays."""
+"""Number of calls until a size replays under reduce-overhead: the first one runs, the second records, the third replays."""
 
 
 def captured(network: Any, inputs: Sequence[Any]) -> Callable[[Any], Any]:

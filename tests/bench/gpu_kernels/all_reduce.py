@@ -1,8 +1,9 @@
 """`python -m tests.bench.gpu_kernels.all_reduce`: compares all_reduce between two GPUs by cgcompile's kernels and by NCCL, in
 graphs.
 
-bf16, 8 KB to 64 MB; microseconds per all_reduce, 100 in a graph, best of 8 replays. Then a million all_reduces of random sizes,
-with every element checked. `--count N` changes the million. The program itself starts `--only nccl` under torch.distributed.run.
+bf16, 8 KB to 64 MB; microseconds per all_reduce, 100 in a graph, best of 8 replays. Then a million all_reduces (`--count N` changes
+this number) of random sizes, with every element checked. For NCCL the program starts itself with `--only nccl` under
+torch.distributed.run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SIZES = [1 << power for power in range(13, 27)]
 TIMES, REPLAYS = 100, 8
 
 RANDOM, LARGEST, ROOM = 400, 2 << 20, 32 << 20
-"""For graphs of random sizes: largest number of all_reduces, largest one in bytes, and their total bytes."""
+"""For graphs of random sizes: the largest number of all_reduces, the largest size in bytes, and the bytes of all together."""
 
 
 def nccl() -> None:
@@ -90,7 +91,7 @@ def ours(nccl_times: dict[int, float]) -> None:
 
 
 def many(count: int) -> None:
-    """Runs random sizes one after the other, with new numbers and one of six graphs at every replay."""
+    """Runs all_reduces of random sizes. Every replay has new numbers, and is one of six graphs."""
     from cgcompile.targets.collectives.exchange_memory import ExchangeMemory
     from cgcompile.targets.collectives.launches import collective_launch
     from tests.gpu.helpers.ranks import Collective, Ranks

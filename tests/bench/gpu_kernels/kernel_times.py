@@ -1,8 +1,8 @@
-"""Child process: `kernel_times.py BUNDLE` times every kernel of a bundle between its neighbours. Prints JSON: int_key -> symbol ->
-microseconds.
+"""Child process: `kernel_times.py BUNDLE` times every kernel of a bundle, in the order of the recording. Prints JSON: int_key ->
+symbol -> microseconds.
 
-Launches are queued after a memset that keeps the GPU busy until all are queued, with an event after each. So no launch waits for
-the CPU, and caches are as in a replay. An event between two kernels costs about a microsecond on the GPU.
+A memset keeps the GPU busy until all launches are queued, with an event after each launch. So no launch waits for the CPU, and the
+GPU's caches have the same contents as in a replay. An event between two kernels costs about a microsecond on the GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def archive_file(bundle: str, file: str) -> bytes:
 
 
 def timed(table: Table, executor: Any, stream: Any, room: Any) -> dict[str, Any]:
-    """Returns the medians of each row, summed by symbol."""
+    """Returns the sum of the median microseconds of all launches, in total and by symbol."""
     symbols = names(table)
     steps = executor._steps
     assert len(symbols) == len(steps)

@@ -1,5 +1,5 @@
 """Child process: `offline_times.py TRACED CAPTURED...` compares the GPU time of a cross-compiled bundle with captured bundles of
-the same model, for every int_key, as JSON.
+the same model, for every int_key, Prints JSON.
 
 Rounds of all bundles alternate, so that they run at the same clock frequency. Inputs are those of the self-test.
 """

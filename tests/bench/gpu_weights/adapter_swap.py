@@ -1,9 +1,9 @@
 """Times the swap of a LoRA adapter: `adapter_swap.py [--layers N] [--width N] [--rank N]`.
 
 Builds examples/lora.py (float16; by default adapters of 100 MB) for this machine's GPU. Swaps adapters by `program.load` from NumPy
-arrays, pinned memory and GPU tensors, and by `program.update` of merged weights. A swap ends with the answer of the next call; that
-call alone is timed too. The driver's copies are timed for comparison. Prints medians and ranges in milliseconds. Exit status 1 if
-an answer is not that of the adapter.
+arrays, pinned memory and GPU tensors, and by `program.update` of merged weights. The time of a swap includes the next call, until
+its answer; such a call alone is timed too. The driver's copies are timed for comparison. Prints medians and ranges in milliseconds.
+Exit status 1 if an answer is not that of the adapter.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Two files with random weights are written, with the names and shapes of the bundle's weights. Each of four threads calls its own
 session with CPU inputs and compares every answer, bit for bit, with the answers of both files. Meanwhile the program is updated
-with the two files alternately. Prints the number of answers of either file and of neither (must be 0), the time of updates, and
-calls with and without updates. Then a truncated file and one with a wrong shape must be rejected without any effect. Needs NumPy,
-but no torch.
+with the two files alternately. Prints the number of answers of each file and of neither (must be 0), the time of updates, and the
+time of calls with and without updates. Then a truncated file and a file with a wrong shape must be rejected without any effect.
+Needs NumPy, but no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares MiniLM embeddings from `cgcompile serve` and from Infinity, both by OpenAI's protocol, under the same load, alternating.
+"""Compares `cgcompile serve` with Infinity: embeddings of MiniLM by OpenAI's protocol, under the same load, in alternating rounds.
 
     python -m venv infinity && infinity/bin/pip install 'infinity-emb[torch,server]'
     python -m tests.bench.server.beside_infinity minilm.cgb --infinity infinity/bin/infinity_emb [--serve venv/bin/cgcompile]
@@ -57,7 +57,7 @@ def running(name: str, command: Sequence[str], sentence: str) -> Iterator[Server
     port = free_port()
     environment = children.environment({"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"})
     if command[0] != sys.executable:
-        environment.pop("PYTHONPATH")  # the other environment has its own packages
+        environment.pop("PYTHONPATH")  # Infinity's environment has its own packages
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen([*command, "--port", str(port)], env=environment, stdout=output, stderr=output, text=True)

@@ -1,11 +1,12 @@
-"""`python -m tests.bench.server.flood [models] [language]`: health and memory of `cgcompile serve` under far too large bodies.
+"""`python -m tests.bench.server.flood [models] [language]`: measures health requests and memory of `cgcompile serve` while it
+receives far too large bodies.
 
     models      five bodies of 60 MB of JSON, thirty of 60 MB that never end, twenty of 3 MB of JSON, two of 30 MB of binary data
     language    twenty prompts of 4 MB, twenty lists of a million tokens, thirty bodies of 4 MB that never end
     grpc        thirty messages of 30 MB (needs grpcio)
-    texts       forty requests of 2048 texts, a hundred that leave, and texts and lists that are too long (--minilm BUNDLE)
+    texts       forty requests of 2048 texts, a hundred whose client disconnects, and too long texts and lists (--minilm BUNDLE)
 
-All are sent at once, over loopback.  A health request is sent every 50 ms, on a new connection.
+All requests are sent at once, over loopback.  A health request is sent every 50 ms, on a new connection.
 """
 
 from __future__ import annotations

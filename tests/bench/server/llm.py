@@ -2,9 +2,9 @@
 
     python -m tests.bench.server.llm BUNDLE TOKENIZER [--requests 10000] [--clients 64]
 
-First `--clients` clients send random prompts and lengths at once, greedily, and each again alone: the texts must be equal.
-Then `--requests` requests follow, a third of which disconnect after some tokens.  At the end no page may be in use; the process's
-memory is printed before and after.  Last, the server is killed and started again.  Needs `openai`.
+First `--clients` clients send greedy requests with random prompts and lengths at once. Then each request is sent again alone: the
+texts must be equal. Then `--requests` requests follow, a third of which disconnect after some tokens.  At the end no page may be in
+use; the process's memory is printed before and after.  Last, the server is killed and started again.  Needs `openai`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python tests/bench/server/load.py --cache .cache/bench
     python tests/bench/server/load.py --bundle minilm_gpu.cgb --device cuda --compile --tolerance 1e-3
 
-Every answer is compared with eager PyTorch's for that text alone; a different one ends the benchmark.  Clients are connections of
-one or several processes (clients.py); each sends its next request as soon as the last one was answered.  The servers alternate by
-rounds.  On a busy machine requests per second mean little; the CPU time of a request, by thread, is more reliable.
+Every answer is compared with eager PyTorch's for that text alone; a different answer ends the benchmark.  Clients are connections
+of one or several processes (clients.py); each sends its next request as soon as the last one was answered.  The servers alternate
+by rounds.  On a busy machine requests per second mean little; the CPU time of a request, by thread, is more reliable.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cgbundle.format.archive import read_manifest
 from tests.bench.common import cases, children, report, serving
 
 BATCHES, LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8), (8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
-"""On a CPU one lowering serves all sizes: more sizes cost nothing and reduce padding."""
+"""On a CPU all sizes have the same code: more sizes cost nothing and reduce padding."""
 
 CASE = cases.Case(
     name="minilm",

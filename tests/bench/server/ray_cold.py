@@ -1,8 +1,8 @@
-"""Measures Ray Serve starting from zero replicas: a bundle by cgserve.ray_replicas beside the same deployment on eager PyTorch.
+"""Measures Ray Serve from zero replicas on: a bundle by cgserve.ray_replicas, and the same deployment on eager PyTorch.
 
     python tests/bench/server/ray_cold.py minilm.cgb        (a bundle of examples/minilm.py; needs ray, torch and transformers)
 
-The two alternate.  Measured are: the time from a request to its answer without any replica; then a load of clients that send
+The two alternate. Measured are: the time of the first request, which starts the first replica; then a load of clients that send
 requests without a pause; and the first answer of the second replica.  All answers are compared with eager PyTorch in this process.
 """
 

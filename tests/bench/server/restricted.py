@@ -1,10 +1,10 @@
-"""Compares answers restricted to JSON schemas with free answers of as many tokens, from `cgcompile serve` by OpenAI's client.
+"""Compares answers of `cgcompile serve` that a JSON schema restricts with free answers of as many tokens. Uses OpenAI's client.
 
     python -m tests.bench.server.restricted BUNDLE TOKENIZER [--answers 200] [--clients 4]
 
-Every restricted answer must be valid by `jsonschema`.  Rounds of 20 answers with a schema and 20 without alternate; then tools are
-called.  Prints tokens per second and the server's CPU time per token, which other work on the machine changes less.
-Needs `openai`, `jsonschema` and `llguidance`.
+Every restricted answer must be valid by `jsonschema`.  20 answers with a schema and 20 without alternate; then the model calls
+tools. Prints tokens per second, and the server's CPU time per token, on which other work of the machine has less influence. Needs
+`openai`, `jsonschema` and `llguidance`.
 """
 
 from __future__ import annotations

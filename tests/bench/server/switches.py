@@ -34,7 +34,7 @@ KINDS = {"rows": 0.6, "texts": 0.25, "llama": 0.15}
 """Shares of the requests."""
 
 POOL = 6
-"""Threads that asyncio's default pool may add meanwhile, on two processors."""
+"""Threads that asyncio's default pool may add during the test, on two processors."""
 
 VERSIONED = """
 import torch

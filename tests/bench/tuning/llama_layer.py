@@ -1,4 +1,4 @@
-"""The matrix products of one Llama layer and of the head, for tuning only; attention and norms contain none.
+"""The weight matrices of one Llama layer and of the head, for tuning only. Attention and norms are left out.
 
 LLAMA_SHAPE is "8b" or "1b". Weights are uninitialized bfloat16.
 """

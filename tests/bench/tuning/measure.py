@@ -1,8 +1,8 @@
 """Times pieces (see prepare.py) on this machine's GPU with the driver alone: `measure.py OUT.json PIECES...`. Second of the three
 parts of `make tune`.
 
-Every launch of a round uses other memory (the buffers move through a large allocation), so that weights come from memory and not
-from the cache, as in a model. A round is one CUDA graph of many launches; a piece's time is the median over rounds.
+Every launch of a round uses other addresses in a large allocation, so that weights come from memory and not from the cache, as in a
+model. A round is one CUDA graph of many launches; a piece's time is the median over rounds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Compiles the candidates of every product and convolution of some models for a target, without a GPU: `prepare.py ARCH OUT
-[--part I/N] [--seconds S] [MODEL ...]`.  Part one of three of `make tune`: measure.py times them on the GPU, table.py makes the
+"""Compiles the candidates of every product and convolution of some models for a target, without a GPU: `prepare.py ARCH OUT [--part
+I/N] [--seconds S] [MODEL ...]`.  Part one of three of `make tune`: measure.py times the candidates on a GPU, table.py writes the
 table.
 
-A piece is one operation as a model's graph holds it (shapes, strides, dtypes) with the pointwise operations that follow it, in one
-configuration: its kernel image and how it is launched.  OUT is a pickle that only these programs read.  MODEL: of tuned_models.py,
-default all; `gpt-bf16@8,32` is one at some sizes of its first dimension.  `--part`: every N-th operation from I on.  `--seconds`:
-no compilation starts after that; the candidates that the cost model ranks highest come first.
+A piece is one operation of a model's graph (shapes, strides, dtypes) with the pointwise operations that follow it, in one
+configuration: its kernel image and launch parameters. OUT is a pickle that only these programs read. MODEL: a name in
+tuned_models.py, default all; `gpt-bf16@8,32` selects sizes of the first dimension. `--part`: every N-th operation from I on.
+`--seconds`: no compilation starts after that; the candidates that the cost model ranks highest come first.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def main(name: str, out: str, part: str, seconds: float, models: Sequence[str]) 
 
 
 def operations(retraced: Retraced) -> Any:
-    """Yields (description, graph of the operation and of what may be fused after it) for every product and convolution."""
+    """Yields (description, graph) for every product and convolution. The graph also has the operations that may be fused after
+    it."""
     order = {node: place for place, node in enumerate(retraced.graph.graph.nodes)}
     for node in retraced.graph.graph.nodes:
         if node.op != "call_function" or node.target not in OPERATIONS:
@@ -184,8 +185,8 @@ def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
 
 
 def candidates(graph: Retraced, target: Arch, table: Table) -> list[tuple[int, Problem, Candidate, Lowered]]:
-    """Lowers the operation with each configuration. The first number of a row is the rank in the order of trial. Configurations of
-    the table come first, because new rows replace old ones."""
+    """Lowers the operation with each configuration. The first number of a row is the rank: lower ranks are compiled first.
+    Configurations of the old table come first, because its rows are replaced."""
     offered: dict[Problem, Sequence[Candidate]] = {}
 
     def first(problem: Problem, listed: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:

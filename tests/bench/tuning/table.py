@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.bench.common import children
 
 KEPT = 4
-"""Candidates per problem: more than one, because another version of Inductor may not offer the fastest."""
+"""Candidates per problem: more than one, because another version of Inductor may not offer the fastest candidate."""
 
 
 def main(arch: str, *measured: str) -> None:

@@ -1,8 +1,9 @@
 """`python -m tests.bench.world.measure FOLDER [--shapes 1b,8b] [--only build,measure]`: measures a decoder over two GPUs.
 
-Builds the bundles of a shape without a GPU into FOLDER (for two GPUs and for one). Then measures them beside eager PyTorch captured
-by hand on one GPU and, with NCCL, on two: process start to the first output of both sizes, microseconds per token at batch 1 and 8,
-the difference of all scores from one GPU, and whether both ranks have the same bits. Prints each line at once.
+Builds the bundles of a shape without a GPU into FOLDER, for two GPUs and for one. Then measures them, and eager PyTorch captured by
+hand on one GPU and, with NCCL, on two. Measured are: process start to the first output of both sizes; microseconds per token at
+batch 1 and 8; the difference of all scores from those on one GPU; and whether both ranks have the same bits. Prints each line at
+once.
 """
 
 from __future__ import annotations

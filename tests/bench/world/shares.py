@@ -1,5 +1,5 @@
-"""examples/tensor_parallel.py in the shape of the variable SHAPE. Weights come from one pool of random numbers, so they take only
-seconds.
+"""examples/tensor_parallel.py in the shape of the variable SHAPE. Weights come from one pool of random numbers, so that their
+creation takes only seconds.
 
 `cgcompile build tests/bench/world/shares.py --world 2`; `whole.py` is the same model on one GPU.
 """

@@ -1,4 +1,4 @@
-"""Written bundles can be read: if a runtime would refuse a bundle, its build ends with an error."""
+"""A build ends with an error if the runtime could not read the bundle that it wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The answers of the replay process become proofs: errors against eager PyTorch, and the distance from a recording."""
+"""The answers of the replay process become proofs. A proof has the error against eager PyTorch, or the distance from a recording's
+results."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BOUND = ErrorBound(title="output y (float32)", bound=1e-5, exact=False, rounded=
 
 
 def sealed_manifest(expected: str, compare: str = "tolerance") -> Manifest:
-    """Returns the manifest before the replay: a recording was compared with eager PyTorch (error 4e-6), other kinds were not."""
+    """Returns the manifest before the replay. If the expected outputs are those of a recording, these had the error 4e-6 against
+    eager PyTorch."""
     errors = (4e-6,) if expected == "recording" else ()
     proofs = tuple([proved(size, method="none", errors=errors) for size in SIZES])
     base = manifest()
@@ -43,7 +45,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_beside_a_recording_both_distances_are_kept(answers: Any) -> None:
-    """The proof keeps the recording's error against eager PyTorch, and the distance of the replay from the recording."""
+    """The proof keeps the recording's error against eager PyTorch, and the largest difference between the replay and the
+    recording."""
     answers("tolerance", 1e-6, 0.0)
     (self_test,) = proof.replay(Path("nowhere"), sealed_manifest("recording"), [[BOUND]], ()).self_tests
     assert [(row.method, row.error, row.errors, row.distance) for row in self_test.proofs] == [

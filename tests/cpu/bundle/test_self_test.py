@@ -1,4 +1,5 @@
-"""The self-test of a replay: bytes of the recording process become tensors with the manifest's dtypes and shapes; runs of state."""
+"""The self-test of a recording: bytes of the recording process become tensors with the manifest's dtypes and shapes, and runs of
+changed state."""
 
 from __future__ import annotations
 

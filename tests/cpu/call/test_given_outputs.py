@@ -20,7 +20,7 @@ SIZE = 40_000
 
 
 class Large(nn.Module):
-    """A compiler may put these outputs into memory of each other, of a weight, a constant or the input."""
+    """A compiler may put these outputs into memory of another output, a weight, a constant or the input."""
 
     steps: Tensor
 
@@ -70,7 +70,7 @@ def test_what_the_caller_writes_there_changes_nothing_else(model: Large, bundle:
                 assert torch.equal(x, before)
 
 
-def test_it_lasts_when_the_program_is_gone(model: Large, bundle: Path) -> None:
+def test_outputs_outlive_a_closed_program(model: Large, bundle: Path) -> None:
     program = cgbundle.load(bundle)
     (x,) = inputs(4)
     (first, *_), (second, *_) = program(x.numpy()), program(x.numpy() * 2)

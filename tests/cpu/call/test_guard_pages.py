@@ -1,4 +1,4 @@
-"""Every golden CPU bundle accesses only its inputs' memory: the inputs lie between inaccessible pages."""
+"""No golden CPU bundle accesses memory outside of its inputs: the inputs lie between inaccessible pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that mutate their inputs, on the CPU: the caller's tensors hold what eager PyTorch leaves there."""
+"""Models that mutate their inputs, on the CPU: after a call, the caller's tensors equal those of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_memory_that_is_shared_among_the_examples_is_refused(tmp_path: Path) -> 
 
 
 class Swap(nn.Module):
-    """Inductor of torch 2.13 drops the copy and writes the same numbers to both."""
+    """Swaps two inputs. Inductor of torch 2.13 drops the copy and writes the same numbers to both."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         kept = x.clone()
@@ -226,7 +226,7 @@ class Swap(nn.Module):
 
 
 def test_an_input_that_the_compiler_writes_wrongly_is_no_bundle(tmp_path: Path) -> None:
-    """A bundle is only published if its inputs hold what eager PyTorch leaves there."""
+    """A bundle is only published if, after a call, its inputs equal those of eager PyTorch."""
     out = tmp_path / "swap.cgb"
     try:
         cgcompile.build(Swap(), drawn(3, 3), sizes=[2], out=out, target="cpu")

@@ -1,4 +1,4 @@
-"""Compiler caches that one build leaves for the next."""
+"""Compiler caches that later builds use again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Captures programs with branches and loops; graphs are Python calls on the CPU. Every straight part is captured once, and replays
-on other data equal eager PyTorch."""
+"""Captures programs with branches and loops; graphs are Python calls on the CPU. Every part without branches is captured once, and
+replays on other data equal eager PyTorch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Captured:
         return self.graphs[-1], self.graphs[-1].outputs
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        for graph in self.graphs:  # nothing of an earlier run may remain
+        for graph in self.graphs:  # a replay must not depend on values of an earlier one
             for output in graph.outputs:
                 if output.untyped_storage().data_ptr() not in self.lasting:
                     output.fill_(JUNK)
@@ -86,7 +86,7 @@ def module_of(model: nn.Module, inputs: Sequence[Any]) -> torch.fx.GraphModule:
 
 @cache
 def exported(name: str) -> torch.fx.GraphModule:
-    """Returns the exported module of one of MODELS, which is the same for any example. Copy it: a capture may change it."""
+    """Returns the exported module of one of MODELS, which all examples share. Copy it: a capture may change it."""
     make, inputs, _ = MODELS[name]
     torch.manual_seed(1)
     return module_of(make().eval(), inputs()[:1])
@@ -99,7 +99,7 @@ def check(got: Sequence[Any], wanted: Any) -> None:
 
 @pytest.mark.parametrize("example", range(3))
 @pytest.mark.parametrize("name", MODELS)
-def test_every_way_is_eagers_whatever_way_the_example_took(name: str, example: int) -> None:
+def test_every_path_equals_eager_pytorch_whatever_path_the_example_took(name: str, example: int) -> None:
     make, inputs, kinds = MODELS[name]
     module = copy.deepcopy(exported(name))
     torch.manual_seed(1)

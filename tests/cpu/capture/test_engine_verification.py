@@ -1,4 +1,4 @@
-"""Verification of an engine's graphs: what is compared, passed to the new process, and restored. Host memory replaces the GPU."""
+"""Verification of an engine's graphs: what is compared, sent to the new process, and restored. Host memory replaces GPU memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Graph:
 
 
 class Engine:
-    """The memory of the engine in `engine_bundle`: x with 8 rows, out with 8 rows, and twice 4 rows of the graphs' memory."""
+    """The memory of the engine in `engine_bundle`: `x` and `out` with 8 rows, and `result` and `scratch` with 4 rows in the graphs'
+    memory."""
 
     def __init__(self) -> None:
         self.memory = {name: ctypes.create_string_buffer(rows * ROW + 64) for name, rows in SIZES.items()}
@@ -141,11 +142,11 @@ def test_bytes_that_differ_are_counted(plans: list[dict[str, Any]], monkeypatch:
             run(graphs, engine, returns={"small": ["result"], (8, "rows"): []})
 
 
-def test_what_graphs_change_is_noted_and_put_back(plans: list[dict[str, Any]]) -> None:
+def test_changes_of_graphs_are_recorded_and_undone(plans: list[dict[str, Any]]) -> None:
     engine = Engine()
     before = {name: bytes(engine.view(name).numpy()) for name in engine.memory}
     with raises("proof-failed", match="tensor 'out' holds other bits than the engine's own graphs leave in it"):
-        run({"small": Graph(engine.small), (8, "rows"): Graph(engine.rows)}, engine)  # here the new process does nothing
+        run({"small": Graph(engine.small), (8, "rows"): Graph(engine.rows)}, engine)  # the fixture `plans` replaces the new process
     assert {name: bytes(engine.view(name).numpy()) for name in engine.memory} == before
     (plan,) = plans
     (inputs, (((name, at, size), digest),)), (_, (other,)) = plan["graphs"]
@@ -169,7 +170,7 @@ def test_poison_is_not_what_a_graph_may_read(plans: list[dict[str, Any]]) -> Non
 
 
 def test_an_output_that_a_graph_does_not_write_is_not_compared(plans: list[dict[str, Any]]) -> None:
-    """vLLM's attention writes such an output between two graphs.  Until then it holds scratch of earlier graphs."""
+    """In vLLM, attention writes such an output between two graphs.  Until then its memory holds temporaries of earlier graphs."""
     engine, calls = Engine(), []
     before = {name: bytes(engine.view(name).numpy()) for name in engine.memory}
 
@@ -193,7 +194,7 @@ def test_an_output_that_a_graph_does_not_write_is_not_compared(plans: list[dict[
 
 
 def test_indices_that_a_graph_returns_and_reads_stay_valid(plans: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fill that is no index would end the engine's process."""
+    """If the verification filled outputs with invalid indices, the engine's process would end."""
     engine, seen = Engine(), []
     row = replace(engine_bundle.engine().tensors[-1], dtype="int32")
     assert row.name == "result"
@@ -237,7 +238,8 @@ def test_inputs_that_a_graph_needs_are_noted_before_it(plans: list[dict[str, Any
 
 
 def test_prepare_may_write_other_bytes_every_time(plans: list[dict[str, Any]]) -> None:
-    """The unused end of FlashAttention 3's schedule.  The new process gets the bytes of the last replay of this process."""
+    """FlashAttention 3's schedule has an unused end, whose bytes differ.  The new process gets the bytes of this process's last
+    replay."""
     engine, calls = Engine(), []
     before = bytes(engine.view("out").numpy())
 

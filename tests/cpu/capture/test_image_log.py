@@ -1,4 +1,4 @@
-"""The callback of CUPTI that runs no Python, called as CUPTI would call it."""
+"""The native callback for CUPTI, called as CUPTI would call it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CallbackData(ctypes.Structure):
 
 @pytest.fixture
 def image_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module, with a fake driver where cuda-bindings is not installed."""
+    """Returns the module; uses a fake driver if cuda-bindings is not installed."""
     if importlib.util.find_spec("cuda") is None:
         fakes = {name: ModuleType(name) for name in ("cuda", "cuda.bindings", "cuda.bindings.driver")}
         fakes["cuda.bindings"].driver = fakes["cuda.bindings.driver"]  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def test_a_load_has_the_handle_that_its_call_returns(image_log: ModuleType) -> N
     events = image_log.NativeEvents(lambda: "")
     calls = Events(events)
     module = ctypes.c_uint64(0xA1)
-    calls.leave("cuCtxGetDevice")  # it began before the subscription
+    calls.leave("cuCtxGetDevice")  # this call began before the subscription
     calls.enter("cuModuleLoadData_v2")
     calls.enter("cuCtxPushCurrent")
     calls.leave("cuCtxPushCurrent")
@@ -112,7 +112,7 @@ def test_nodes_have_lines(image_log: ModuleType) -> None:
     lines = iter(("model.py:1", "model.py:2"))
     events = image_log.NativeEvents(lambda: next(lines))
     calls = Events(events)
-    calls.add_node(0)  # not a node
+    calls.add_node(0)  # a null handle is not a node
     calls.add_node(16)
     calls.add_node(32)
     assert events.lines == {16: "model.py:1", 32: "model.py:2"}

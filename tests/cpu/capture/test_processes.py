@@ -1,4 +1,4 @@
-"""Recorder processes that are stopped while a caller waits for them."""
+"""Recorder processes that end while the build waits for their answer."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Graph:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Makes the CPU stand for the GPU. Returns the memory pools that graphs were captured into."""
+    """Replaces the GPU by the CPU. Returns the memory pools of the captured graphs."""
     held: dict[int, torch.Tensor] = {}
     asked: list[object] = []
     buffer: dict[Any, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""A recorder process loads a program whose state has another number of rows there."""
+"""A recorder process loads a saved program and gives its state another number of rows."""
 
 from __future__ import annotations
 

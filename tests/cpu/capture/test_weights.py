@@ -1,4 +1,5 @@
-"""Weights in a recorder process: read from the bundle's file to their place, and compared without a second copy."""
+"""Weights in a recorder process: read from the bundle's file directly into the model's tensors, and compared without a second
+copy."""
 
 from __future__ import annotations
 

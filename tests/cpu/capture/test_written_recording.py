@@ -126,7 +126,7 @@ def test_a_mutation_that_the_program_does_not_declare_is_refused(case: tuple[Any
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_only_changed_elements_of_state_are_returned(order: tuple[int, int]) -> None:
-    first = torch.zeros(4, 3).permute(order).contiguous().permute(order)  # its axes have this order in memory
+    first = torch.zeros(4, 3).permute(order).contiguous().permute(order)  # the axes have this order in memory
     now = first.clone()
     now[1, 2] = -0.0
     now[2, :2] = torch.tensor([5.0, 6.0])

@@ -1,4 +1,5 @@
-"""Every rule fires for one model, at the user's line, and not for another; placements include the operations after an obstacle."""
+"""Every rule reports a finding for one model, at the user's line, and none for a similar one. Placements include operations after
+an obstacle."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ plain.register_fake(lambda x: torch.empty_like(x))
 
 
 class Model(nn.Module):
-    """Calls a function of this module, which has a weight and a buffer, and of tensors."""
+    """Calls a function with this module, which has a weight and a buffer, and the input tensors."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -285,7 +286,7 @@ def test_what_a_graph_can_hold_is_passed(function: Callable[..., Any]) -> None:
 
 @torch.library.custom_op("cgchecks::of_numpy", mutates_args=())
 def of_numpy(x: torch.Tensor) -> torch.Tensor:
-    """Doubles its input in a way that PyTorch cannot trace."""
+    """Doubles its input with NumPy, which PyTorch cannot trace."""
     return torch.from_numpy(x.numpy() * 2)
 
 
@@ -642,7 +643,7 @@ def test_other_failures_stay_errors() -> None:
 
 
 def test_a_loop_without_bound_is_told_with_its_line_where_torch_export_stops_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For torchdiffeq's dopri5, too, no program shows the obstacle, so the error is the only report."""
+    """The export of such a loop gives no program, so the check can only report the error. An example is torchdiffeq's dopri5."""
 
     def stopped(*_args: Any, **_options: Any) -> Any:
         turns = TooManyTurns("solver.py:7", "while t < end:", ", called from model.py:3")

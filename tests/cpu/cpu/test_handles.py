@@ -1,4 +1,4 @@
-"""Memory of a shared object's constants: every handle that torch makes is freed with its region."""
+"""Handles of a shared object's constants: each handle that torch makes is freed when its region is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bundles for the CPU whose manifest does not fit the compiled code are refused, or give right results.
+"""CPU bundles whose manifest does not match the compiled code are refused, or give right results.
 
 The tests change the manifest of a golden bundle, and write hashes and the other files to match, so that no earlier check fails.
 """
@@ -39,8 +39,8 @@ def altered(golden: str, folder: Path, change: Change) -> Path:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest.  Also updates the rows that follow the ELF data of each shared object, which describe what it was
-    compiled for.  So only the code itself differs from the manifest."""
+    """Writes the manifest.  Also updates the rows after the ELF data of each shared object, which describe inputs and outputs of
+    its code.  So only the code itself differs from the manifest."""
     for region in manifest.regions:
         data = (folder / region.file).read_bytes()
         rows = host_code.read(data) or b""

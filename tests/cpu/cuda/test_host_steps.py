@@ -1,4 +1,4 @@
-"""A program of copy and host steps with a real shared object, on a driver whose GPU memory is host memory."""
+"""A program of copy and host steps with a real shared object. The fake driver's GPU memory is host memory."""
 
 from __future__ import annotations
 

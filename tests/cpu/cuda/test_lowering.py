@@ -137,7 +137,7 @@ def test_the_level_eager_lowers_nothing() -> None:
 
 
 class Recurrences(nn.Module):
-    """Recurrent layers with many steps, and one with few."""
+    """Recurrent layers over many steps, and one over few steps."""
 
     def __init__(self) -> None:
         super().__init__()

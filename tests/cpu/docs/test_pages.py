@@ -32,7 +32,8 @@ def test_every_block_runs_and_prints_what_is_shown(page: Path, runner: Runner) -
 
 
 def test_no_block_escapes_its_test() -> None:
-    """Commands and Python use their own block languages; skipped blocks are installations, or run elsewhere."""
+    """Commands must be in console blocks and Python in python blocks. Skipped blocks may only install something, or are tested
+    elsewhere."""
     for page in pages():
         for block in blocks(page.read_text(encoding="utf-8")):
             place = f"{page.relative_to(ROOT)}:{block.line}"

@@ -96,7 +96,7 @@ def test_generate_stops_at_stop_tokens_and_limits(llama: Any) -> None:
 # --- sampling -------------------------------------------------------------------------------------------------------
 
 
-def test_a_lanes_token_hangs_on_no_neighbour(llama: Any) -> None:
+def test_a_lanes_token_does_not_depend_on_other_lanes(llama: Any) -> None:
     sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "penalty": 1.2}
     alone = []
     for seed in (1, 2, 1):
@@ -180,7 +180,7 @@ def restriction(allowed: Sequence[int], biases: dict[int, float], lanes: int, *,
 
 
 def test_a_restricted_token_is_the_likeliest_of_those_that_may_come(llama: Any) -> None:
-    """Masks and biases stay in a slot until they are cleared; a lane that is not deferred leaves none."""
+    """Masks and biases stay in a slot until a call clears them. A lane that is not deferred stores none."""
     plain, engine = Engine(llama), Engine(llama)
     for instance, options in ((plain, {"alternatives": 20}), (engine, {"deferred": 1})):
         instance.add("a", prompt(9), 40, **options)
@@ -244,7 +244,7 @@ def test_a_bundle_gives_the_same_tokens(folder: Path) -> None:
 
 
 def test_a_bundle_chooses_among_the_tokens_that_may_come(folder: Path) -> None:
-    """Greedy and sampled tokens, with biases that a slot keeps, equal those of the model in eager PyTorch."""
+    """Greedy and sampled tokens, with biases that are stored in a slot, equal those of the model in eager PyTorch."""
     model, runs = causal_model(str(folder / "llama")), []
     with cgbundle.load(folder / "llama.cgb") as program:
         for entries in (program, model):
@@ -329,7 +329,8 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
 @pytest.mark.parametrize("turns", [1, 8])
 @pytest.mark.parametrize("name", ["phi3, long rope", "llama, long rope", "llama, dynamic rope"])
 def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None:
-    """After 24 tokens a Phi-3 recomputes its text; other models continue with new factors. Requests share calls and lose pages."""
+    """After 24 tokens, Phi-3 recomputes its text with new rope factors; other models continue. Requests share calls, and some lose
+    their pages."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler
@@ -348,8 +349,8 @@ def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None
     assert texts == expected and scheduler.preempted > 0 and scheduler.pages.taken == 0
 
 
-def test_equal_beginnings_change_no_bit(folder: Path) -> None:
-    """Requests with the same 32 first tokens, greedy and sampled, give the same bits with shared pages and with their own."""
+def test_shared_prefixes_change_no_bit(folder: Path) -> None:
+    """Requests with the same 32 first tokens, greedy and sampled, give the same bits with shared pages and without."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler

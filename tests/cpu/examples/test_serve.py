@@ -104,7 +104,7 @@ def test_what_is_longer_than_the_longest_is_refused(batching: ModuleType) -> Non
         asked(batching, Model(), lambda b: b.answer([1] * 5))
 
 
-def test_a_failed_call_is_told_to_who_asked_and_to_nobody_else(batching: ModuleType) -> None:
+def test_a_failed_row_fails_only_its_own_request(batching: ModuleType) -> None:
     async def session(batcher: Any) -> list[Any]:
         rows = ([13], [1], [2], [1, 2, 3])
         return await asyncio.gather(*[batcher.answer(row) for row in rows], return_exceptions=True) + [await batcher.answer([5])]
@@ -115,7 +115,7 @@ def test_a_failed_call_is_told_to_who_asked_and_to_nobody_else(batching: ModuleT
     assert [rows for rows, length in model.called if length == 2] == [[[13], [1], [2]], [[13]], [[1]], [[2]], [[5]]]
 
 
-def test_one_who_went_away_takes_no_place(batching: ModuleType) -> None:
+def test_a_cancelled_request_is_not_computed(batching: ModuleType) -> None:
     model = Model()
 
     async def session(batcher: Any) -> int:
@@ -128,7 +128,7 @@ def test_one_who_went_away_takes_no_place(batching: ModuleType) -> None:
     assert model.called == [([[1]], 2)]
 
 
-def test_those_who_went_away_make_room_in_a_full_queue(batching: ModuleType) -> None:
+def test_cancelled_requests_make_room_in_a_full_queue(batching: ModuleType) -> None:
     model = Model()
 
     async def session(batcher: Any) -> list[Any]:
@@ -145,8 +145,8 @@ def test_those_who_went_away_make_room_in_a_full_queue(batching: ModuleType) -> 
     assert model.called == [([[1], [2]], 2)]
 
 
-def test_every_answer_is_its_own(batching: ModuleType) -> None:
-    """300 requests at random times get the answers of their rows; no call is too large or mixes lengths."""
+def test_every_request_gets_its_own_answer(batching: ModuleType) -> None:
+    """Each of 300 requests at random times gets the answer for its row. No call is too large or mixes lengths."""
     draw, model = random.Random(0), Model(seconds=0.001)
     rows = [[draw.randrange(20, 10**6) for _ in range(draw.randrange(5))] for _ in range(300)]
 

@@ -1,4 +1,5 @@
-"""A training step as an entry: losses equal those of eager PyTorch, and saved state continues where it was."""
+"""A training step as an entry: losses equal those of eager PyTorch, and training continues from saved state with the same
+losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/triton_model.py with a fake of Triton's triton_python_backend_utils, with the real names and signatures."""
+"""examples/triton_model.py over a fake triton_python_backend_utils, which has the names and signatures of Triton's module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vLLM plugin without vLLM: the worker that it selects, the files beside the graphs, and the place of attached graphs."""
+"""The vLLM plugin without vLLM: the worker that it selects, the files that it saves with the graphs, and how it attaches graphs."""
 
 from __future__ import annotations
 

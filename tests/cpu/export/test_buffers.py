@@ -71,7 +71,7 @@ def test_a_buffer_that_the_first_call_makes_keeps_its_shape(tmp_path: Path) -> N
         torch.testing.assert_close(program(x), x + 6)
 
 
-def test_one_that_is_made_anew_at_every_size_is_no_state() -> None:
+def test_a_buffer_made_anew_at_every_size_is_no_state() -> None:
     exported = export(load_source(Filled(kept=False), rows), {"batch": (2, 4)})
     for size in (2, 4, 2):
         x = rows(size)

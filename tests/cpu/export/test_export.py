@@ -126,7 +126,7 @@ def test_a_dimension_that_cannot_vary_keeps_its_one_size(function: Callable[...,
 
 
 def test_an_assertion_about_a_whole_tensor_can_be_made_functional() -> None:
-    """torch 2.11 cannot retrace the result of torch.export."""
+    """torch 2.11 cannot trace the program of torch.export a second time."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         torch._check_tensor_all(x < 10)
@@ -142,7 +142,7 @@ def test_an_assertion_about_a_whole_tensor_can_be_made_functional() -> None:
 
 
 def test_an_assertion_without_a_message_gets_the_users_line() -> None:
-    """Inductor needs a message."""
+    """Inductor cannot compile an assertion without a message."""
 
     def inside(x: torch.Tensor) -> torch.Tensor:
         torch._assert_async((x < 3).all())
@@ -179,7 +179,7 @@ def test_a_line_with_quotes_that_raises_can_stand_in_cpp() -> None:
 
 
 def test_a_number_that_is_a_size_makes_a_program_for_each() -> None:
-    """torch.export assumes that the number is larger than 1, as for sizes."""
+    """Otherwise torch.export would assume that the number is larger than 1, as it does for sizes."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         rows = (x * 0 + 1).sum(0).max().long().item()
@@ -423,7 +423,7 @@ def test_a_saved_program_may_bring_the_names_of_its_dimensions(tmp_path: Path) -
 
 
 class SavedFile:
-    """A .pt2 file: a program, one that lacks a part, or another object."""
+    """A model that is a .pt2 file: a program, a program that lacks a part, or another object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -561,8 +561,8 @@ def test_a_number_that_a_manifest_cannot_hold_is_refused_by_name() -> None:
 
 
 def test_only_what_follows_from_a_number_is_changed() -> None:
-    """In graphs of some models (Qwen2-VL's vision encoder) torch.export forgets a user of a value; setting such a user's arguments
-    again failed."""
+    """In graphs of some models (Qwen2-VL's vision encoder) a value's list of users lacks a user. It failed to set the arguments of
+    such a user again."""
 
     class Network(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -615,7 +615,7 @@ def test_the_operation_whose_size_torch_cannot_follow_is_told_with_its_line() ->
 
 
 class Named(nn.Parameter):
-    """A parameter of a class of its own, as libraries for manifolds have them."""
+    """A parameter of a subclass, as in libraries for manifolds."""
 
 
 def test_parameters_of_another_class_become_torchs_over_the_same_memory() -> None:

@@ -27,7 +27,7 @@ from tests.helpers.raising import raises
 
 
 class Holding(nn.Module):
-    """A function of a module's tensors."""
+    """Calls a function with this module, which has several tensors, and the inputs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def counted(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_only_size_of_a_model_with_state_is_a_constant() -> None:
-    """It needs no padding, and a symbol would make tracing and compiling slower."""
+    """Such a model needs no padding, and a symbolic size would make tracing and compiling slower."""
     exported_model = exported(counted, batch=(8,))
     assert not exported_model.programs.dynamic and "one size" in exported_model.programs.reason and len(exported_model.shapes) == 1
     assert describe_signature(exported_model).outputs[0].shape == (8, 8)
@@ -274,7 +274,7 @@ def on_fake(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 
 def on_fake_inputs(m: Holding, x: torch.Tensor) -> torch.Tensor:
-    """The same condition for any tensor."""
+    """Like `on_fake`, but asks about the input."""
     return m.linear(x) * (2 if is_fake(x) else 3)
 
 
@@ -288,7 +288,7 @@ def warned(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [while_exported, on_fake, on_fake_inputs, warned])
 @pytest.mark.parametrize("sizes", [{"batch": (1, 3)}, {"batch": (3, 8)}, {}])
-def test_a_model_that_does_otherwise_while_it_is_traced_is_told_that_it_is_not(
+def test_a_model_that_checks_for_tracing_is_told_that_it_is_not_traced(
     function: Callable[..., Any], sizes: dict[str, tuple[int, ...]]
 ) -> None:
     source = load_source(Holding(function).eval(), rows if sizes else lambda: rows(2))
@@ -301,7 +301,7 @@ def test_a_model_that_does_otherwise_while_it_is_traced_is_told_that_it_is_not(
 
 
 def masked(m: Holding, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Reads a mask that is an input, except during tracing, where it then fails."""
+    """Reads a mask that is an input, except during tracing; the traced program then fails."""
     if not is_fake(mask):
         return m.linear(x) if mask.all() else m.linear(x) * 2
     return m.linear(x) + mask[:, :5]
@@ -331,7 +331,7 @@ def by_the_stack(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sizes", [{"batch": (1, 3)}, {"batch": (3, 8)}])
-def test_a_model_that_does_otherwise_all_the_same(sizes: dict[str, tuple[int, ...]]) -> None:
+def test_a_model_that_differs_while_traced_is_refused(sizes: dict[str, tuple[int, ...]]) -> None:
     with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, .* another result at batch=\d"):
         exported(by_the_stack, **sizes)
 

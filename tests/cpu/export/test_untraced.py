@@ -1,4 +1,4 @@
-"""Models whose forward() calls autograd, nests vmap, or whose hash is computed from attributes."""
+"""Models whose forward() calls autograd or nests vmap, and models whose hash is computed from attributes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_model_that_needs_gradients_is_told_how_to_turn_them_on() -> None:
 
 
 class Circuit(Potential):
-    """Its hash is computed from children, as that of gates and circuits; `asked` counts its calls."""
+    """Its hash is computed from its children, as in libraries of quantum circuits; `asked` counts the computations."""
 
     asked = 0
 
@@ -119,5 +119,7 @@ class Circuit(Potential):
 def test_a_hash_is_computed_before_the_trace_and_not_while_attributes_are_read() -> None:
     outer, hash_method = nn.Sequential(Circuit()), Circuit.__hash__
     untraced.export(outer, (torch.rand(2, 4),), None)
-    assert Circuit.asked <= 3 and Circuit.__hash__ is hash_method  # modules() hashes twice; the trace hashed 31 times
+    assert (
+        Circuit.asked <= 3 and Circuit.__hash__ is hash_method
+    )  # modules() computes the hash twice; before the fix, the trace computed it 31 times
     assert hash(outer[0]) == hash(4)

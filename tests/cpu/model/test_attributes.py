@@ -76,7 +76,7 @@ class Present(Levels):
 
 
 class Inner(nn.Module):
-    """Wraps a module, which is then not the outermost one."""
+    """Wraps a module, so that it is not the outermost one."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_an_attribute_that_is_read_before_is_refused(model: nn.Module) -> None:
 
 
 class Spiking(nn.Module):
-    """Its potential is in a dict; `reset` clears it at the start of every call, `strange` reads the old value for rare inputs."""
+    """Stores a potential in a dict. `reset`: every call clears it first. `strange`: the old value is read for rare inputs."""
 
     def __init__(self, reset: bool, strange: bool = False) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Spiking(nn.Module):
 
 
 class Sized(nn.Module):
-    """A buffer with the batch's size, which `reset` fills again."""
+    """A buffer whose size is the batch; with `reset`, every call fills it again."""
 
     def __init__(self, reset: bool) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_tensors_in_an_attribute_that_a_result_depends_on_are_refused(model: nn.
 
 
 class Caches(nn.Module):
-    """Tensors that calls write to: in an object, and as a plain attribute; `places` of a buffer, as in transformers' cache."""
+    """Calls write to a tensor in an object, to a plain attribute, and to `places` of a buffer, as transformers' cache does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,14 +52,14 @@ class Slotted:
 
 
 class Registered:
-    """A class that torch's pytrees know with keys."""
+    """A class that is registered with torch's pytrees, with keys."""
 
     def __init__(self, a: Any, b: Any, note: Any = None) -> None:
         self.a, self.b, self.note = a, b, note
 
 
 class Positions(Registered):
-    """A class that they know without keys."""
+    """A class that is registered with torch's pytrees, without keys."""
 
 
 class Constant:
@@ -169,10 +169,10 @@ def sample_of(model: nn.Module, value: Any) -> Sample:
         (Plain(), ((X, Y, X, X), {"scale": 2.0, "own": Y}), ["x", "y", "rest_0", "rest_1", "scale", "own"], 4, ["scale", "own"]),
         (Plain(), ((), {"x": X}), ["x", "y", "scale"], 0, ["x"]),
         (Plain(), ((X,), {}), ["x", "y", "scale"], 1, []),
-        (Plain(), ((X, Y), {"x": X}), ["x", "y", "scale"], 2, []),  # x would be there twice: two arguments
-        (Plain(), ([X], {"y": Y}), ["x", "y", "scale"], 2, []),  # a list is no args
+        (Plain(), ((X, Y), {"x": X}), ["x", "y", "scale"], 2, []),  # x twice would be an error: so these are two arguments
+        (Plain(), ([X], {"y": Y}), ["x", "y", "scale"], 2, []),  # `args` must be a tuple, not a list
         (Named(), ((X, Y), {"mode": 1}), ["states", "options"], 2, []),  # forward() takes no mode
-        (Named(), ((X, Y), {"options": None}), ["states", "options"], 2, []),  # nor states and options besides
+        (Named(), ((X, Y), {"options": None}), ["states", "options"], 2, []),  # nor both arguments at once
         (Named(), Pair(X, Y), ["states", "options"], 2, []),
         (Named(), Frozen(X), ["states", "options"], 1, []),
     ],

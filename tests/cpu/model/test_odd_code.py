@@ -1,5 +1,5 @@
-"""User code that raises in unexpected places: its own exceptions, objects that cannot be inspected, numbers that Python reads. Each
-gives a one-line error, or no error."""
+"""User code that raises in unexpected places: exceptions of the user's classes, objects that cannot be inspected, numbers that
+Python reads. Every case gives a one-line error, or no error."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_one_that_is_raised_while_the_model_is_probed_is_an_assertion(error: Bas
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda exception: type(exception).__name__)
-def test_one_of_what_makes_inputs(error: BaseException) -> None:
+def test_an_exception_of_inputs(error: BaseException) -> None:
     def failing(batch: int) -> tuple[torch.Tensor]:
         raise error
 

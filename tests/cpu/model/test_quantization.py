@@ -1,4 +1,4 @@
-"""Quantized models become plain ones: same results, plain tensors, and the model itself unchanged."""
+"""Quantized models are replaced by plain ones with the same results and plain tensors. The user's model is not changed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_dynamic_linear_in_plain_operations(make: Callable[[], nn.Module], sampl
 @pytest.mark.parametrize("make", [lambda: dynamic(perceptron(), nn.Linear), per_row], ids=["one scale", "scale of each row"])
 def test_no_name_of_the_state_dict_means_another_tensor(make: Callable[[], nn.Module]) -> None:
     model = make()
-    assert "0.scale" in model.state_dict()  # the scale of an activation before quantization, which nothing reads
+    assert "0.scale" in model.state_dict()  # the scale of the activations, which nothing reads
     tensors = plain_model(model, "model.py").state_dict()
     assert not tensors.keys() & model.state_dict().keys()
     assert {name.removeprefix("0._packed_params.") for name in tensors if name.startswith("0.")} >= {"weight", "scale", "bias"}

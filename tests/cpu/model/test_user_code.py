@@ -1,4 +1,4 @@
-"""The user's line is a line of the model, never one of the compiler's caller."""
+"""Errors name a line of the model as the user's line, never a line of the code that called the compiler."""
 
 from __future__ import annotations
 

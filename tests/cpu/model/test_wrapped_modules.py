@@ -74,7 +74,7 @@ def test_a_loaded_module_of_torch_jit_inside_of_a_model_has_parameters(tmp_path:
 
 
 class Hiding(nn.Module):
-    """Its layers are in a plain list; a child with the same weights has the name of a method."""
+    """Its layers are in a plain list. A child module with the same weights has the name of a method."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention as one kernel: its results, the strides that it accepts, its shared memory, and where it is used."""
+"""Attention as one kernel: its results, the strides that it accepts, its shared memory, and which graphs use it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def attended(*shapes: tuple[int, ...], dtype: torch.dtype = FLOAT) -> Lowered:
         ((1, 2, 15, 16), (1, 2, 15, 16), False),
         ((1, 2, 16, 16), (1, 2, 5, 16), True),
         ((1, 2, 1, 16), (1, 2, 512, 16), True),
-        ((1, 2, 1, 16), (1, 2, 513, 16), False),  # one program instance would loop over it
+        ((1, 2, 1, 16), (1, 2, 513, 16), False),  # one program instance would loop over all columns
         ((1, 66, 1, 16), (1, 66, 513, 16), True),
         ((1, 1, 20, 256), (1, 1, 20, 256), True),
         ((1, 1, 20, 257), (1, 1, 20, 257), False),
@@ -178,7 +178,7 @@ def test_equal_each_time() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("width", [64, 256])
 def test_fits_into_the_smallest_and_the_newest(width: int, dtype: torch.dtype) -> None:
-    """The block sizes of a large problem, compiled with the mask that needs most shared memory."""
+    """Compiles the block sizes of a large problem with the kind of mask that needs most shared memory."""
     mask = torch.randn(300, 300).to(dtype)
     tensors = [torch.randn(1, 60, 300, width, dtype=dtype) for _ in range(3)]
     for target in ("sm_80", "sm_120"):

@@ -1,4 +1,5 @@
-"""Kernels are compiled for GPUs that this machine does not have, and cached by content. Their images state what a launch needs."""
+"""Kernels are compiled for GPUs that this machine does not have, and cached by content. The parameters of a launch are read from
+their images."""
 
 from __future__ import annotations
 
@@ -155,7 +156,7 @@ def test_kernels_are_compiled_without_a_gpu(arch: str, cache: Path) -> None:
         assert kernel.cluster == (1, 1, 1)
         # e_flags: the architecture is in the low byte up to ptxas 12, in the second byte from 13 on
         assert int(arch[3:]) in (kernel.image[48], kernel.image[49])
-    # the tiles of three stages; sm_90 keeps loaded tiles of two
+    # tiles of three stages; on sm_90, shared memory holds those of two
     assert compiled_kernels[2].shared >= 2 * 2 * 128 * 64 * 2 > 48 << 10
 
 
@@ -168,7 +169,7 @@ def test_layouts_are_read_from_images_of_every_architecture(arch: str, cache: Pa
 
 
 def test_layouts_of_large_parameters_are_read(tmp_path: Path) -> None:
-    """Triton has no such parameters, but its ptxas can compile them; they are then described in another form."""
+    """Triton's kernels have no such parameters, but its ptxas can compile them; images describe them in another form."""
     import triton.backends.nvidia
 
     text = """.version 8.7
@@ -191,7 +192,7 @@ def test_clusters_multiply_the_blocks(cache: Path) -> None:
 
 
 def test_equal_variants_give_equal_bytes_wherever_they_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes kernels with assertions, which contain their source's name. Triton settings have no effect."""
+    """This includes kernels with assertions, which contain the name of their source file. Triton's settings have no effect."""
     builds = []
     for name, setting in (("here", "0"), ("there", "1")):
         (tmp_path / name).mkdir()
@@ -210,7 +211,7 @@ def test_equal_variants_give_equal_bytes_wherever_they_are_compiled(tmp_path: Pa
 
 
 def test_what_is_remembered_is_not_compiled_again(cache: Path) -> None:
-    """Runs in a process that imports neither Triton nor torch and starts no process."""
+    """The second call runs in a process that imports neither Triton nor torch and starts no process."""
     first = compile_all([add, softmax], cache)
     program = """
 import pickle, subprocess, sys

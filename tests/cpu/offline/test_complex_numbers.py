@@ -29,7 +29,7 @@ def test_transforms_are_those_of_pytorch(length: int) -> None:
     for onesided in (True, False):
         spectrum = fourier.to_complex_halves(x, [2, 1], fourier.NONE, onesided)
         close(spectrum, aten._fft_r2c(x, [2, 1], fourier.NONE, onesided))
-    half = z[:, : length // 2 + 1]  # imaginary parts that a transform of real numbers would not have are ignored
+    half = z[:, : length // 2 + 1]  # the inverse ignores imaginary parts that no transform of real numbers has
     close(
         fourier.to_real(half.real, half.imag, [2, 1], fourier.BY_SIZE, length), aten._fft_c2r(half, [2, 1], fourier.BY_SIZE, length)
     )
@@ -77,7 +77,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def written(z: Tensor, x: Tensor) -> Tensor:
-    """A tensor that is written in parts."""
+    """Writes parts of a tensor."""
     matrix = torch.zeros(4, 4, dtype=z.dtype)
     matrix[1:, :2] = z[1:, 2:] * 2j
     matrix[0] = x[0]

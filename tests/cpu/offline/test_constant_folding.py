@@ -1,4 +1,4 @@
-"""Values that depend only on weights are computed during lowering; the rest of the graph computes the same result."""
+"""Values that depend only on weights are computed during lowering; with them, the remaining graph gives the same result."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_scale_of_a_normalization_is_a_weight() -> None:
 
 
 def test_the_bias_of_one_row_stays_a_weight_that_an_update_may_change() -> None:
-    """torch decomposes it to the bias times 1, plus the product."""
+    """torch decomposes the sum to the bias times 1, plus the product."""
     torch.manual_seed(0)
     model, x = nn.Linear(96, 5), torch.randn(1, 96)
     retraced, constants, _ = folded(model, x)
@@ -65,7 +65,7 @@ def test_the_bias_of_one_row_stays_a_weight_that_an_update_may_change() -> None:
 
 
 def test_a_normalization_is_one_product_and_one_sum() -> None:
-    """Each factor in an epilogue costs a load per element: four of them made a product of ResNet-50 six times slower."""
+    """Each factor after a convolution costs a load per element: four factors made a product of ResNet-50 six times slower."""
     torch.manual_seed(0)
     model = nn.BatchNorm2d(6).half()
     nn.init.uniform_(model.running_var, 0.5, 2.0)
@@ -149,7 +149,7 @@ def test_a_buffer_that_the_program_changes_is_left_alone() -> None:
 
 
 def test_a_weight_that_a_caller_may_write_to_is_left_alone() -> None:
-    """An output that shares memory with a weight exposes it: the next call starts with the caller's values."""
+    """If an output shares memory with a weight, the caller may write to the weight: the next call must use the new values."""
 
     class Handed(nn.Module):
         def __init__(self) -> None:
@@ -172,7 +172,7 @@ def test_a_weight_that_a_caller_may_write_to_is_left_alone() -> None:
 
 
 def test_live_weights_are_state_too_and_all_that_lies_in_their_memory() -> None:
-    """A program of one int_key may write to state that another one reads; the latter must not fold it."""
+    """The program of one int_key may write to state that the program of another one reads; so no program may fold it."""
     weight, counter = torch.ones(3), torch.ones(4)
     tensors = {"model.a": weight, "model.tied": weight[1:], "model.count": counter, "model.b": torch.ones(3), "c": torch.empty(0)}
     alias = OutputAlias(output=0, memory="weights", index=0, name="a", views={})
@@ -181,7 +181,8 @@ def test_live_weights_are_state_too_and_all_that_lies_in_their_memory() -> None:
 
 
 def test_what_is_filled_later_is_no_constant() -> None:
-    """Circular padding fills an empty tensor with parts of the input; a convolution of it was folded like one of weights."""
+    """Circular padding fills an empty tensor with parts of the input. Before the fix, a convolution of that tensor was folded as a
+    constant."""
     torch.manual_seed(0)
     model = nn.Conv1d(4, 3, 3, padding=1, padding_mode="circular", bias=False)
     x = torch.randn(2, 4, 9)

@@ -22,7 +22,7 @@ from tests.helpers.models.conditional_models import MODELS, WIDTH, Layered
 
 
 @pytest.mark.parametrize("name", ["nested", "carried", "read afterwards", "shifted", "overlapping", "chosen", "layered", "folded"])
-def test_every_way_is_eagers(name: str, tmp_path: Path) -> None:
+def test_every_path_equals_eager_pytorch(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     make, inputs, kinds = MODELS[name]
     model, examples = make().eval(), inputs()

@@ -1,4 +1,4 @@
-"""`check` for a cross-compiled target agrees with lowering on the operations without a Triton kernel."""
+"""`check` for a cross-compiled target and lowering report the same operations without a Triton kernel."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_an_assertion_has_no_kernel_and_the_host_checks_it() -> None:
 
 
 def test_the_hint_names_all_operators_at_once() -> None:
-    """If one complex operation runs on the host, its neighbours do too."""
+    """If one operation on complex numbers runs on the host, the neighbouring ones must run there too."""
 
     def parts(x: Tensor, w: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(x @ w)

@@ -1,4 +1,4 @@
-"""Kernels that use Inductor's helper functions are compiled without torch, with the same functions."""
+"""Kernels that use Inductor's helper functions are compiled in a process without torch, with the same functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a recording run on the CPU: handwritten kernels in Inductor's style equal torch."""
+"""The interpreter runs the launches of a recording on the CPU: handwritten kernels in Inductor's style equal torch."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return lambda name: (tensor_of(came[expected[name][0]], expected[name][0]), expected[name][1])
 
 
-def test_what_nobody_wrote_is_seen(results: Results) -> None:
+def test_unwritten_memory_is_detected(results: Results) -> None:
     got, _ = results("reads poison")
     assert got.isnan().all()
 
@@ -454,7 +454,7 @@ def test_names_a_kernel_that_cannot_run(tmp_path: Path) -> None:
 
 
 def test_stages_share_memory_and_meet_the_host_between_them(tmp_path: Path) -> None:
-    """A stage sees the results of the previous one; inputs arrive before its rows, and results are read after it."""
+    """A stage sees the results of the previous one. The host writes inputs before a stage, and reads results after it."""
     sheet = Sheet()
     draw = torch.Generator().manual_seed(1)
     a, b, c = [torch.randn(16, generator=draw) for _ in range(3)]

@@ -1,4 +1,5 @@
-"""A language model with so many layers that they are lowered apart, cross-compiled with a number of pages that a load chooses."""
+"""A cross-compiled language model with so many layers that each is lowered separately, and a number of pages that a load
+chooses."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.helpers.models.language_models import CONFIGURATIONS  # noqa: E402
 
 
 def test_decode_of_many_layers_is_cross_compiled(tmp_path: Path) -> None:
-    """The attention returns a tuple, and its cache is written at indices that all layers share."""
+    """The attention operator returns a tuple, and all layers write to their caches at the same index tensors."""
     config = transformers.AutoConfig.for_model(**{**CONFIGURATIONS["llama"], "num_hidden_layers": MANY + 1, "head_dim": 16})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -176,7 +176,7 @@ def test_scan_brings_its_helper() -> None:
 
 
 def test_parts_of_a_half_precision_product_are_summed_in_float32() -> None:
-    """torch 2.11 has no template for a result dtype other than that of the factors."""
+    """In torch 2.11 no template of a product supports a result with another dtype than the factors."""
     traced = lowered(nn.Linear(64, 48).half(), floats(64, dtype=torch.float16), split_factor=lambda problem: 2)
     (product,) = [variant for variant in traced.variants if "tl.dot(" in variant.source]
     assert "*fp32" in {kind for _, kind in product.signature}
@@ -203,7 +203,7 @@ def test_a_computed_factor_is_not_said_to_have_contiguous_rows_where_they_begin_
     assert true_hints(hints, ["arg_A", "in_ptr1"]) == hints.replace("N >= BLOCK_N", "N % BLOCK_N == 0")
 
 
-def test_choose_decides() -> None:
+def test_the_function_choose_decides() -> None:
     asked: list[cost_model.Problem] = []
 
     def largest(problem: cost_model.Problem, candidates: object, target: object) -> tuple[int, str]:
@@ -366,7 +366,7 @@ def test_changed_buffer_in_shared_memory() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            both = torch.zeros(16)  # two halves: torch.export tracks writes to only one of them
+            both = torch.zeros(16)  # its two halves are buffers: torch.export tracks writes to only one of them
             self.register_buffer("first", both[:8])
             self.register_buffer("second", both[8:])
 
@@ -384,7 +384,7 @@ class Choosing(nn.Module):
 
 
 def test_control_flow() -> None:
-    """A single graph has none: branches and loops are split off before."""
+    """`retrace` refuses branches and loops, because a lowering splits them off before."""
     program, tensors = exported(Choosing(), floats(8), 4)
     with raises("operator-without-kernel", match="control flow"), fake_device.fake_device(H200):
         retrace(program, tensors)
@@ -431,7 +431,7 @@ def test_everything_is_put_back() -> None:
 
 
 def test_fake_devices_of_different_targets() -> None:
-    """No cached state of torch from one target remains for the next."""
+    """A target does not see state that torch has cached for another target."""
     from torch._inductor.runtime.hints import DeviceProperties
 
     seen = []
@@ -510,7 +510,7 @@ def test_convolutions(case: tuple) -> None:
 
 
 def test_a_depthwise_convolution_is_one_kernel() -> None:
-    """This includes many positions and consumers of another shape: tokens with one more in front, normalized."""
+    """This includes results with many positions, and consumers of another shape, such as tokens with a class token before them."""
 
     class Positions(nn.Module):
         def __init__(self) -> None:
@@ -558,14 +558,14 @@ def test_products_as_sums(dtype: torch.dtype, shape: tuple[int, int, int]) -> No
 
 
 def test_the_vector_of_a_product_is_computed_once() -> None:
-    """It is not recomputed for every element of the result."""
+    """The activation of the vector is not recomputed for every element of the result."""
     traced = lowered(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)), floats(32), batch=1)
     first, second = [traced.variants[launch.variant].source for launch in launches(traced)]
     assert "erf(" in first and "erf(" not in second and "tl.sum(" in second
 
 
 def test_programs_of_a_product_of_one_row_are_few_enough_to_begin_at_once() -> None:
-    """This holds even if each of them computes the norm before it. Inductor would start 4096 programs."""
+    """This holds even if each program of the kernel computes the norm before the product. Inductor would start 4096 programs."""
     model = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 4096), nn.GELU(), nn.Linear(4096, 512))
     traced = lowered(model, floats(512), batch=1)
     first, second = launches(traced)
@@ -626,7 +626,7 @@ EXTREMES = torch.iinfo(torch.int64)
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("k", [17, 40])
 def test_topk_of_a_vocabulary_is_that_of_its_pieces(k: int, largest: bool) -> None:
-    """The first of equal elements comes first, as in a stable sort, and NaN is the largest. Padding does not count."""
+    """Of equal elements the first one comes first, and NaN is the largest. Padding of the pieces is never selected."""
     words = torch.randn(2, 30001)
     numbers = torch.randint(-9, 9, (2, 30001))
     numbers[:, ::7], numbers[:, ::11] = EXTREMES.max, EXTREMES.min
@@ -652,7 +652,7 @@ def test_distances_and_trilinear() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_histograms(dtype: torch.dtype) -> None:
-    """The elements lie outside the range, at both ends, and inside."""
+    """Elements lie outside the range, at its ends, and inside."""
     x = torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.9, 3.0, 3.1, 1.0], dtype=dtype)
     for bins in (1, 3, 4, 7):
         torch.testing.assert_close(decompositions.histogram(x, bins, 0, 3), torch.histc(x, bins, 0, 3))

@@ -29,7 +29,8 @@ ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 class Of(nn.Module):
-    """A function of a (batch, 256) tensor and a weight (256, 24), with a bias of 24 and one for each row."""
+    """A function of a (batch, 256) tensor and a weight (256, 24), with a bias of 24 elements and another one with an element per
+    row."""
 
     def __init__(self, function: Callable[[Of, Tensor], Tensor], dtype: torch.dtype) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ def test_a_cut_product_is_the_same_product(function: Callable[[Of, Tensor], Tens
 
 
 def test_partial_sums_are_float32() -> None:
-    """Adding half-precision parts in half precision would lose accuracy that the whole product has."""
+    """Adding half-precision parts in half precision would be less accurate than the product that is not split."""
     with fake_device(H200):
         retraced, _ = traced(linear, torch.bfloat16)
         split_k(retraced, "sm_90", lambda problem: 4)

@@ -1,4 +1,5 @@
-"""Cross-compiled state whose number of rows is chosen at load time: the interpreter verifies it, and code does not depend on it."""
+"""Cross-compiled state whose number of rows is chosen at load time: the interpreter verifies bundles, and their code does not
+depend on the number."""
 
 from __future__ import annotations
 

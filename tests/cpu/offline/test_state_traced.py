@@ -1,5 +1,5 @@
 """A program with state and mutated inputs on both sides of a host region, cross-compiled and proved by interpretation. The proof
-uses eager PyTorch for the host region, whose code is not compiled here; tests/gpu runs it."""
+uses eager PyTorch for the host region, which is not compiled here; tests/gpu runs its code."""
 
 from __future__ import annotations
 

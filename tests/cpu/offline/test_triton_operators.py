@@ -46,7 +46,7 @@ def inputs(batch):
 
 
 def test_its_kernel_is_in_the_bundle_and_nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache entry would be found by the exported program, which does not contain the kernel's source."""
+    """The key of a cache entry would be the exported program, which does not contain the kernel's source."""
     monkeypatch.setattr(jobs, "recall", None)
     monkeypatch.setattr(jobs, "remember", None)
     file = tmp_path / "shifting.py"

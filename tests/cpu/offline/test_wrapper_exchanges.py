@@ -1,4 +1,4 @@
-"""Collectives that Inductor's wrapper calls, as recorded."""
+"""How calls of collectives in Inductor's wrapper are recorded."""
 
 from __future__ import annotations
 

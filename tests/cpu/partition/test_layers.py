@@ -1,4 +1,4 @@
-"""Splits a program into its layers, and finds layers that are equal except for weights."""
+"""A program is split into its layers; layers that are equal except for weights are found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def graph(model: nn.Module) -> torch.fx.GraphModule:
 
 
 def sizes(model: nn.Module) -> list[int]:
-    """Returns the number of operations of every piece."""
+    """Returns the number of operations of every piece (the part between two cuts)."""
     nodes = [node for node in graph(model).graph.nodes if node.op == "call_function"]
     cut = pieces(nodes)
     assert [node for piece in cut for node in piece] == nodes
@@ -39,7 +39,7 @@ def layers(count: int, activation: type[nn.Module] = nn.Tanh) -> list[nn.Module]
 
 
 class Around(nn.Module):
-    """Layers between two operations of the model itself."""
+    """A model with an operation before its layers and one after them."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_every_layer_computes_the_indices_that_it_uses(name: str) -> None:
     assert sum(part.count("sum") for part in parts) == 1, "only indices are computed again"
 
 
-def test_nothing_has_one_piece() -> None:
+def test_no_operations_are_one_empty_piece() -> None:
     assert pieces([]) == [[]]
 
 

@@ -1,4 +1,4 @@
-"""Regions run one after the other equal the program exactly, for every kind of obstacle and at several keys."""
+"""Regions that run one after the other give exactly the program's results, for every kind of obstacle and at several keys."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def number(m: Model, x: Tensor) -> Any:
 
 
 def number_twice(m: Model, x: Tensor) -> Any:
-    """The number is read before and after a graph: it is read from its tensor a second time."""
+    """The host needs a number before and after a graph, and reads it from its tensor both times."""
     h = m.a(x).relu()
     scale = h.sum().item()
     return m.c(m.b(h * scale).relu() + scale)
@@ -96,7 +96,7 @@ def boolean(m: Model, x: Tensor) -> Any:
 
 
 def boolean_twice(m: Model, x: Tensor) -> Any:
-    """A tensor of data-dependent size is read before and after a graph: it is computed twice and does not cross."""
+    """A tensor of data-dependent size is used before and after a graph: the host computes it twice instead of keeping it."""
     kept = x[x > 0]
     h = m.a(x) * kept.sum()
     return m.b(m.c(h).relu()) + kept.numel() + (kept * m.c(h).sum()).sum()
@@ -138,7 +138,7 @@ def branch(m: Model, x: Tensor) -> Any:
 
 
 def turns_with_sizes(m: Model, x: Tensor) -> Any:
-    """A loop that uses the batch, with a branch that does too."""
+    """A loop, and a branch inside it, that use the batch size."""
     h = m.b(x)
     rows = h.shape[0]
 
@@ -150,7 +150,7 @@ def turns_with_sizes(m: Model, x: Tensor) -> Any:
 
 
 def branch_with_sizes(m: Model, x: Tensor) -> Any:
-    """The branches use the batch; one of them mutates a copy."""
+    """The branches use the batch size; one of them mutates a copy."""
     h = m.a(x)
     rows = x.shape[0]
     return m.c(torch.cond(h.sum() > 0, lambda h: h.clone().mul_(rows), lambda h: h + h.shape[1], (h,)))
@@ -214,7 +214,7 @@ def write_of_unknown_length(m: Model, x: Tensor) -> Any:
 
 
 def write_to_what_crossed(m: Model, x: Tensor) -> Any:
-    """A graph mutates the host's result, and the host a graph's result."""
+    """A graph mutates a result of the host, and the host mutates a result of a graph."""
     h = m.a(x) * x.sum().item()
     h.relu_()
     h = m.b(h)
@@ -526,7 +526,7 @@ def test_a_part_of_a_host_regions_result_crosses_instead_of_the_whole() -> None:
 
 
 def test_an_assertion_that_gives_a_number_its_value_stays() -> None:
-    """Without the assertion a bundle returned a result although the model raises an error."""
+    """When the assertion was missing, a bundle returned a result although the model raises an error."""
     _, parts = cut_of(number_asserted)
     kinds = {part.kind: sum("_assert_scalar" in name for name in part.nodes) for part in parts.regions}
     assert kinds["host"] >= 1 and kinds["graph"] == 0

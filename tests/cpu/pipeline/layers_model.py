@@ -43,7 +43,7 @@ class Layers(nn.Module):
         return x @ self.embedding.t(), halfway.t(), turned > 1, self.layers[4].calls
 
     def reset(self, places: torch.Tensor) -> torch.Tensor:
-        """Changes state on every device without reading another device's."""
+        """Changes the state on every device without reading state of another device."""
         for layer in self.layers:
             layer.calls.zero_()
         return places + 1

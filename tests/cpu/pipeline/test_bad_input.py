@@ -274,7 +274,7 @@ def test_a_flipped_byte_in_any_file(copy: Path) -> None:
             result = call("verify", copy)
             assert result.exit_code == 1 and len(result.stdout.splitlines()) == 1, (name, at, result.output)
             if name == file_names.WEIGHTS and at >= header:
-                cgbundle.load(copy).close()  # by design the loader does not hash gigabytes of weights
+                cgbundle.load(copy).close()  # the loader does not hash weights, which may be gigabytes
             else:
                 with pytest.raises(errors.CgbundleError):
                     cgbundle.load(copy)

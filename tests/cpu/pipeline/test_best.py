@@ -44,7 +44,8 @@ SIZES, WIDTH = [1, 4], 8
 
 
 def recorded(recordable: Recordable, name: str, **changes: Any) -> Recorded:
-    """Returns a copy per key, to an arena offset that depends on the recorder's name; a table of this name follows the weights."""
+    """Returns recordings that copy the input to the arena, at an offset that depends on `name`. A table with this name as contents
+    follows the weights."""
     layout, graphs, replays = recordable.layout, {}, {}
     target = 256 * len(name)
     for key in recordable.request.keys:
@@ -73,7 +74,7 @@ def recorded(recordable: Recordable, name: str, **changes: Any) -> Recorded:
 
 @pytest.fixture
 def scenario(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """Results of the fake recorders, proof and clock by the name of the lowering: an error, or microseconds by key."""
+    """Sets the results of the fake recorders, proof and timer by the name of the lowering: an error, or microseconds by key."""
     said = SimpleNamespace(refused={}, unproved={}, untimed={}, times={}, recorded=[], timed=0)
 
     @contextmanager

@@ -254,7 +254,7 @@ stderr."""
 
 
 class Asserting(torch.nn.Module):
-    """A model without dimensions that asserts properties of its inputs in every way that PyTorch has."""
+    """A model without dimensions that uses every kind of assertion of PyTorch on its inputs."""
 
     def __init__(self) -> None:
         super().__init__()

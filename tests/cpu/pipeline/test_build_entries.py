@@ -1,4 +1,4 @@
-"""Several cross-compiled entries: interpreted, one of them with a host region."""
+"""Several cross-compiled entries, one of them with a host region. The builds interpret them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Cross-compiled programs with host regions: GPU regions are lowered over one arena and proved with eager PyTorch instead of the
-host."""
+"""Cross-compiled programs with host regions: all GPU regions use one arena; in the proof, eager PyTorch replaces the host
+regions."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def inputs(batch):
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """A published bundle; `alone` has, by key, the arena bytes that each graph region would need alone."""
+    """A published bundle; `alone` has, by key, the arena bytes of each graph region if it were the only one."""
 
     path: Path
     manifest: Manifest
@@ -260,7 +260,7 @@ def test_a_table_that_the_host_reads_stays_off_the_gpu(make: Make) -> None:
     assert table in ("table", "tied") and scale == "scale"
     assert (build.path / row.file).read_bytes().startswith(b"\x7fELF")
     assert build.manifest.target.torch == torch.__version__.partition("+")[0] and build.manifest.target.features
-    level = common_level(os.uname().machine, processor_flags())  # the GPU is in another machine
+    level = common_level(os.uname().machine, processor_flags())  # the bundle may run on another machine
     assert level is not None and set(build.manifest.target.features) <= set(level.features)
 
 
@@ -293,7 +293,7 @@ def test_an_overlap_of_two_regions_is_not_built(make: Make, monkeypatch: pytest.
 
 
 def test_what_an_overlap_spoils_does_not_pass_the_proof(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without the check of the plan, the sum overwrites values that the second region multiplies."""
+    """The check of the plan is off. So the sum overwrites values that the second region multiplies."""
     make("softmax", sizes=[4])
     monkeypatch.setattr(traced, "plan", overlapping)
     monkeypatch.setattr(traced, "check_plan", lambda traced, arena_plan: None)
@@ -319,7 +319,7 @@ def trial(crossing: torch.Tensor, output: torch.Tensor) -> Trial:
 
 @pytest.mark.parametrize(("flipped", "passes"), [(0, True), (1, True), (3, False)])
 def test_rounding_may_turn_a_comparison_over_for_the_host(flipped: int, passes: bool) -> None:
-    """One in twenty thousand booleans may flip, but no output."""
+    """One in twenty thousand booleans for the host may flip, but none of an output."""
     mask, number = torch.arange(20000) % 3 == 0, torch.ones(4)
     got = mask.clone()
     got[:flipped] = ~got[:flipped]

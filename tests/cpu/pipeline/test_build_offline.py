@@ -186,8 +186,8 @@ def test_the_images_are_code_for_the_target(bundle: tuple[Path, str]) -> None:
     assert (read(path).target.kind, read(path).target.arch, read(path).target.torch) == ("cuda", target, "")
 
 
-def test_the_stage_that_verifies_takes_the_time_of_what_it_says(built: cgcompile.Built) -> None:
-    """Every hash is computed and every table read; nothing is replayed."""
+def test_the_time_of_the_verify_stage(built: cgcompile.Built) -> None:
+    """The stage computes every hash and reads every table, but replays nothing."""
     assert 0.001 < dict(built.seconds)["verify"] < 60
 
 
@@ -209,7 +209,7 @@ def test_verify_finds_nothing(bundle: tuple[Path, str]) -> None:
 
 
 def test_it_was_proved_by_interpretation(bundle: tuple[Path, str]) -> None:
-    """tests/cpu/pipeline/test_build_host_regions.py tests several int_keys."""
+    """Here with one int_key; tests/cpu/pipeline/test_build_host_regions.py tests several."""
     path, _ = bundle
     manifest = read(path)
     (proof,) = manifest.entries[0].self_test.proofs
@@ -283,7 +283,7 @@ def unproved(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CGCOMPILE_CACHE", str(folder / "cache"))
         patch.setenv("TMPDIR", str(folder / "tmp"))
-        patch.setattr("tempfile.tempdir", None)  # makes tempfile read its settings again
+        patch.setattr("tempfile.tempdir", None)  # makes tempfile read TMPDIR again
         out = folder / "again.cgb"
         result = call("build", files / "gpt.py", "--sizes", "2", "--target", "sm_80", "--prove", "none", "-o", out)
     assert result.exit_code == 0, result.output
@@ -299,7 +299,7 @@ def test_two_builds_in_different_folders_are_equal_byte_for_byte(ampere: Path, u
     manifests = [json.loads(bundle_files.pop(file_names.MANIFEST)) for bundle_files in (first, second)]
     assert [name for name in first if first[name] != second[name]] == []
     for manifest in manifests:
-        del manifest["entries"][0]["self_test"], manifest["sha256"]  # only one of them has a proof
+        del manifest["entries"][0]["self_test"], manifest["sha256"]  # only one of the bundles has a proof
         manifest["provenance"]["options"] = [pair for pair in manifest["provenance"]["options"] if not pair[0].startswith("prove")]
     assert manifests[0] == manifests[1]
 

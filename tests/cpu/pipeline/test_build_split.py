@@ -65,7 +65,7 @@ def test_options_that_do_not_go_together(tmp_path: Path, options: dict[str, Any]
 
 
 class Alone(Ranks):
-    """A rank without the other ones, which would send the same values."""
+    """A single rank; it receives its own values instead of those of the other ranks."""
 
     def gathered(self, value: Value) -> list[Value]:
         return [value] * self.size

@@ -1,4 +1,4 @@
-"""CPU bundles that contain functions of torch's libraries by default."""
+"""CPU bundles that by default contain cgcompile's own functions instead of those of torch's libraries."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Pictures(nn.Module):
     ids=["patches", "overlapping", "overlapping, asked for"],
 )
 def test_pictures_in_patches(kernel: int, stride: int, standalone: bool | None, brought: bool, tmp_path: Path) -> None:
-    """oneDNN's convolutions are as fast as cgcompile's: they are only replaced on request."""
+    """oneDNN's convolutions of overlapping patches are as fast as cgcompile's: those are only replaced on request."""
     model, x = Pictures(kernel, stride).eval(), torch.randn(2, 4, 12, 12)
     sizes = {"batch": [2]}
     built = cgcompile.build(
@@ -121,7 +121,7 @@ def test_pictures_in_patches(kernel: int, stride: int, standalone: bool | None, 
         (nn.Sequential(nn.Flatten(), nn.Linear(576, 3)).bfloat16(), r"aten\.linear of bfloat16"),
     ],
 )
-def test_what_they_cannot_do_is_named_before_anything_is_compiled(model: nn.Module, said: str, tmp_path: Path) -> None:
+def test_missing_functions_are_named_before_anything_is_compiled(model: nn.Module, said: str, tmp_path: Path) -> None:
     dtype = next(model.parameters()).dtype
     with raises("not-standalone", match=f"^the program has {said}, which only torch's libraries compute"):
         cgcompile.build(
@@ -142,7 +142,7 @@ def test_products_of_other_numbers_are_not_tried(dtype: torch.dtype, tmp_path: P
 
 @measured
 def test_a_proof_that_fails_is_tried_again_with_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, rounding may flip a comparison: torch's own products round like eager PyTorch."""
+    """For example, rounding may flip a comparison; torch's own products round like eager PyTorch."""
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     plain: Callable[..., object] = pipeline.replay
 

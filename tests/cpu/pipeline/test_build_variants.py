@@ -1,4 +1,4 @@
-"""One bundle for a GPU and two processor levels: weights and self-test are stored once, and this machine's variant runs."""
+"""One bundle for a GPU and two processor levels: weights and self-test are stored once, and the variant for this machine runs."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def record() -> SimpleNamespace:
 
 
 class Calls:
-    """A fake CUDA driver: calls that are not given return 0."""
+    """A fake CUDA driver: calls without a replacement return 0."""
 
     CUgraph = CUmodule = CUdeviceptr = CUfunction_attribute = CUlaunchAttributeID = staticmethod(lambda value: value)
 
@@ -194,7 +194,7 @@ def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tm
             record.recorder.record(exported, calls, folder=tmp_path, self_test=fresh)
 
 
-# --- what a graph may hold ----------------------------------------------------------------------------------------
+# --- nodes that a graph may have ----------------------------------------------------------------------------------
 
 
 def test_a_node_of_another_kind(drive: Callable[..., SimpleNamespace]) -> None:

@@ -65,8 +65,8 @@ def test_a_folder_becomes_a_bundle(llama: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_model_with_states_becomes_a_bundle(tmp_path: Path) -> None:
-    """Jamba has Mamba states, attention of transformers' own code, and experts. The second text reuses the pages and the slot of
-    the first."""
+    """Jamba has Mamba states, attention in transformers' own code, and experts. The second text reuses the pages and the slot of
+    the first one."""
     folder = tmp_path / "jamba"
     network = small_reference(transformers.AutoConfig.for_model("jamba"), transformers.AutoModelForCausalLM)
     network.save_pretrained(folder)

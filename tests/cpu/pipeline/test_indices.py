@@ -1,4 +1,5 @@
-"""Indices that depend on rounding, from build to replay: no --allow is needed, but the selected floats must be equal."""
+"""Indices may differ by rounding, in builds and replays without --allow, if the floats that they select are equal within
+tolerance."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_a_build_tells_which_indices_differ_and_its_self_test_holds_them(built: 
 def test_another_processor_may_select_as_many_others_as_are_as_good(
     built: cgcompile.Built, tmp_path: Path, others: int, passes: bool
 ) -> None:
-    """Here the bundle stands for the other processor: its self-test has indices that this processor does not select."""
+    """The self-test has indices that this processor does not select, as if another processor had computed them."""
     folder = shutil.copytree(built.path, tmp_path / "other.cgb")
     key = read_self_test(folder / SELF_TEST, built.manifest, built.manifest.entries[0], (ROWS,))
     token, *rest = key.outputs
@@ -94,7 +95,7 @@ def test_another_processor_may_select_as_many_others_as_are_as_good(
 
 @pytest.mark.parametrize("select", ["argmin", "second"])
 def test_code_that_selects_another_word_is_refused(built: cgcompile.Built, tmp_path: Path, select: str) -> None:
-    """The code selects the largest score; the model selects the smallest, or the second of topk."""
+    """The compiled code selects the largest score; the model selects the smallest, or the second one of topk."""
     source = load_source(Words(select).eval(), inputs)
     exported = export(source, {"batch": (ROWS,)})
     functionalized = {key: functional(program) for key, program in exported.programs.distinct}

@@ -18,7 +18,7 @@ GOOD, BAD = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 7])
 
 
 class Votes(nn.Module):
-    """Checks by torch: of labels with an unknown range, and of a matrix; `count` writes to state."""
+    """Operations that check values: labels whose range is unknown, and a matrix. `count` writes to state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The reference is a new model without calls: Python state left by earlier calls is reported, or becomes a buffer."""
+"""Programs are compared with a new model that nobody has called. Python state of earlier calls is reported, or becomes a buffer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Lazy(nn.Module):
 
 
 class LazyAtASize(nn.Module):
-    """The same until another size is called."""
+    """The first call's input affects later calls, until a call has another size."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "scale") or self.scale.shape[0] != x.shape[0]:
@@ -51,7 +51,7 @@ class LazyAtASize(nn.Module):
 
 
 class Shared(nn.Module):
-    """The same with a global variable of the file."""
+    """The same as `Lazy`, with a global variable of the file."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if "mean" not in SHARED:
@@ -60,7 +60,7 @@ class Shared(nn.Module):
 
 
 class OfItsClass(nn.Module):
-    """The same with a class attribute."""
+    """The same as `Lazy`, with a class attribute."""
 
     first: Any = None
 
@@ -112,7 +112,7 @@ class Filled(nn.Module):
 
 
 class Counting(nn.Module):
-    """Numbers and a tensor that the next call reads, and one that no result depends on."""
+    """Numbers and a tensor that the next call reads, and a number that no result depends on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class DrawnOnce(nn.Module):
 
 
 class DrawnByNumpy(DrawnOnce):
-    """The same with NumPy's generator."""
+    """The same as `DrawnOnce`, with NumPy's generator."""
 
     def draw(self) -> None:
         self.mean.data.copy_(torch.from_numpy(numpy.random.rand(4)))
@@ -202,7 +202,7 @@ def test_numbers_that_the_first_call_draws_are_refused_whatever_was_seeded_befor
     numpy.random.seed(seed)
     (finding,) = refusals(model)
     assert finding.rule == "earlier-calls" and "'drawn' at its first call, and later calls read it" in finding.message
-    assert refusals(model) == []  # the fix: the model was called before
+    assert refusals(model) == []  # the advice of the finding: call the model once before the build
 
 
 def test_it_ends_a_build_and_leaves_no_bundle(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_what_a_new_model_raises_is_one_line() -> None:
 
 
 def test_a_process_that_has_just_begun_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "setpgid", lambda process, group: None)  # as before the child has called it
+    monkeypatch.setattr(os, "setpgid", lambda process, group: None)  # so that the child has not called it yet
     with forked_models(load_sources(nn.Linear(4, 4), rows)):
         pass
 

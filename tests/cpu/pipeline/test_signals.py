@@ -1,4 +1,4 @@
-"""A build that receives a termination signal ends as on Ctrl-C: one line, no files and no processes left."""
+"""A build that receives a termination signal ends as after Ctrl-C: it prints one line, and leaves no files and no processes."""
 
 from __future__ import annotations
 

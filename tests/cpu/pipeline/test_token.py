@@ -1,4 +1,4 @@
-"""Integers that rounding can flip, and constants of a call, from the build to the command line."""
+"""Integers that rounding can change, and constants of a call, in the build, the manifest and the commands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def call(*arguments: object) -> str:
 
 
 def test_integers_that_differ_end_a_build_and_the_message_says_where(path: Path, manifest: Manifest) -> None:
-    """Relative to the largest index, each flip is within bfloat16's 4 %."""
+    """Each difference is less than bfloat16's 4 % of the largest index, but indices are compared exactly."""
     token = r"output token \(int64\): \d of 8 values differ, first at \[\d\]: 1000"
     words = f"batch=8: the bundle's outputs differ from eager PyTorch: {token}"
     with raises("proof-failed", match=words) as caught:

@@ -23,7 +23,7 @@ def test_an_lstm_is_exported_without_a_word_about_its_attributes() -> None:
 
 
 def test_torch_prints_no_graph_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its trace handler removes itself when it receives the first record."""
+    """torch's trace handler removes itself when it receives the first record."""
     from torch._logging._internal import LazyTraceHandler, trace_structured
 
     monkeypatch.delenv("TORCH_LOGS", raising=False)

@@ -14,7 +14,7 @@ VOCABULARY, FIRST = 4096, 10**6
 
 
 class Token(nn.Module):
-    """Returns the logits and the largest one's index plus a million: relative to the largest index, every flip is within 4 %."""
+    """Returns the logits, and the index of the largest score plus a million: a wrong index differs by less than 4 %."""
 
     def forward(
         self, x: torch.Tensor, mode: str = "a", *, scale: object = None, temperature: float = 1.0

@@ -11,7 +11,7 @@ WIDTH, HIDDEN = 16, 32
 
 
 class Shares(nn.Module):
-    """Two products split over the ranks, whose sum is an output, and the results of the other collectives on it."""
+    """Two products that are split over the ranks. Their sum, and the results of the other collectives on this sum, are outputs."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ def test_what_was_asked_for_longest_ago_goes_first(caching: ModuleType, folder: 
 def test_a_copy_on_every_device(
     caching: ModuleType, bundle: Path, folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CPU stands for two GPUs: both replicas are tested, and calls alternate."""
+    """The CPU replaces two GPUs: both replicas are tested, and calls alternate between them."""
     asked_for, called = [], []
 
     def load(path: str, *, devices: tuple[int, ...], replicas: bool) -> Replicas:
@@ -125,7 +125,7 @@ def test_a_model_is_loaded_once_for_all_who_ask(caching: ModuleType, folder: Pat
     assert [event["event"] for event in used(caching, folder, size, session)] == ["serving"]
 
 
-def test_what_cannot_be_had(caching: ModuleType, folder: Path, size: int) -> None:
+def test_models_that_cannot_be_loaded(caching: ModuleType, folder: Path, size: int) -> None:
     (folder / "b" / "1" / "model.cgb" / file_names.PROGRAM).write_bytes(b"damaged")
 
     async def session(cache: Any) -> None:
@@ -156,7 +156,7 @@ def test_a_new_version_is_found_while_requests_come(caching: ModuleType, folder:
 
 
 def test_a_model_that_cannot_be_served_costs_no_other_its_place(caching: ModuleType, folder: Path, size: int) -> None:
-    """It is not read again until one of its files changes."""
+    """The refused model is not read again until one of its files changes."""
     program = folder / "b" / "1" / "model.cgb" / file_names.PROGRAM
     right = program.read_bytes()
     program.write_bytes(b"damaged")

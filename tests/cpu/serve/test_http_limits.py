@@ -341,7 +341,7 @@ def test_the_request_of_a_client_that_disconnected_is_not_computed(running: Runn
 
 
 def test_a_cancelled_task_cancels_its_request(serve: ModuleType) -> None:
-    """Only a disconnect of the client is handled by the middleware; a cancellation of the task is passed on."""
+    """The middleware handles only disconnects of clients; it passes on a cancellation of its task."""
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(60)

@@ -203,7 +203,7 @@ def test_nothing_that_comes_ends_in_another_error(protocol: ModuleType, text: An
 
 
 def test_more_json_than_is_read(protocol: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The binary data after it does not count."""
+    """The limit of JSON does not include the binary data after it."""
     monkeypatch.setattr(protocol, "JSON_BYTES", 200)
     port = protocol.Port("x", "FP32", (-1,))
     row = {"name": "x", "datatype": "FP32", "shape": [100], "parameters": {"binary_data_size": 400}}

@@ -37,8 +37,8 @@ STARTS = 300
 
 
 def shifted(bundle: Path, folder: Path, shift: float, examined: bool = True) -> Path:
-    """Returns a copy of the tiny bundle whose answers are larger by `shift`, by its last bias. With `examined`, its self-test
-    fits."""
+    """Returns a copy of the tiny bundle whose last bias, and so every answer, is larger by `shift`. With `examined`, its self-test
+    expects these answers."""
     shutil.copytree(bundle, folder)
     _add(folder / file_names.WEIGHTS, lambda name: name == "2.bias", shift)
     if examined:
@@ -323,7 +323,7 @@ def test_tritons_client_talks_to_it(server: Server, triton: ModuleType, eager: A
             answer = client.infer("tiny", [tensor], outputs=wanted, request_id="7", timeout=10_000_000)
             assert numpy.allclose(answer.as_numpy("output"), eager(x) + 1, atol=1e-5)
             assert (answer.get_response()["id"], answer.get_response()["model_version"]) == ("7", "1")
-    answer = client.infer("tiny", [tensor], model_version="1")  # without outputs in the request: all, as bytes
+    answer = client.infer("tiny", [tensor], model_version="1")  # a request without outputs gets all outputs, as bytes
     assert answer.as_numpy("output").shape == (3, 3)
 
 
@@ -472,7 +472,7 @@ def test_models_come_and_go(folder: Folder, bundle: Path) -> None:
         assert client.ask("GET", "/v2/models/second")[1] == {"error": "no model 'second'; there are tiny"}
 
 
-# --- limits and the end -----------------------------------------------------------------------------------------------
+# --- limits and shutdown ----------------------------------------------------------------------------------------------
 
 
 def at_once(server: Server, clients: int, **more: Any) -> list[tuple[int, Any, dict[str, str]]]:
@@ -493,8 +493,8 @@ def at_once(server: Server, clients: int, **more: Any) -> list[tuple[int, Any, d
     return answers
 
 
-def test_too_many_are_told_to_come_back_and_the_late_that_they_are(folder: Folder) -> None:
-    """Requests wait up to 10 s to fill the batch of 4, unless their timeout is shorter."""
+def test_too_many_requests_get_429_and_late_ones_504(folder: Folder) -> None:
+    """Requests wait up to 10 s until a batch of 4 is full, or until their own timeout of 2 s."""
     with serving(folder.path / "models", "--wait", 10_000, "--queue", 2, "--largest", 1) as server:
         client = server.ready()
         answers = at_once(server, 6, parameters={"timeout": 2_000_000})
@@ -508,7 +508,7 @@ def test_too_many_are_told_to_come_back_and_the_late_that_they_are(folder: Folde
         assert (status, body) == (413, {"error": "body: more than 1048576 bytes"})
 
 
-def test_the_end_answers_who_waits(folder: Folder) -> None:
+def test_shutdown_answers_waiting_requests(folder: Folder) -> None:
     with serving(folder.path / "models", "--wait", 1500) as server:
         client = server.ready()
         statuses: list[int] = []
@@ -522,7 +522,7 @@ def test_the_end_answers_who_waits(folder: Folder) -> None:
         assert [event["event"] for event in server.log] == ["listening", "serving"]
 
 
-def test_no_model_is_no_reason_not_to_live(tmp_path: Path) -> None:
+def test_a_server_without_models_is_live(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     (tmp_path / "models" / "m" / "1").mkdir(parents=True)
     with serving(tmp_path / "models", "--poll", 3600) as server:
@@ -551,7 +551,7 @@ def described(**changes: Any) -> Any:
     return importlib.import_module("cgserve.tensors.entry").describe(SimpleNamespace(**(entry | changes)), random)
 
 
-def test_what_goes_together(versions: ModuleType) -> None:
+def test_which_entries_can_be_batched(versions: ModuleType) -> None:
     whole = TensorSpec(name="y", dtype="int64", shape=(3,), order=(0,))
     squared = TensorSpec(name="y", dtype="int64", shape=("batch", ("*", "batch", 2)), order=(0, 1))
     still = Dimension(
@@ -579,8 +579,8 @@ def test_what_the_protocol_has_no_words_for(versions: ModuleType) -> None:
     assert described(mutated_buffers=(2,), random=2).batches == (1, 4)
 
 
-def test_axes_are_told_as_they_are(versions: ModuleType) -> None:
-    """A fixed axis is a number, as in `shape`."""
+def test_axes_in_metadata(versions: ModuleType) -> None:
+    """In metadata, a fixed axis is a number."""
     mixed = TensorSpec(name="x", dtype="float32", shape=("batch", 3, ("+", ("*", "seq", 2), 1)), order=(0, 1, 2))
     [port] = described(inputs=(mixed,)).inputs
     assert (port.shape, port.axes) == ((-1, 3, -1), ("batch", 3, "2*seq+1"))

@@ -252,7 +252,7 @@ def test_echo(server: Running) -> None:
 
 
 def test_log_probabilities_of_a_prompt(server: Running) -> None:
-    """The first token has none. Stop strings and stop tokens in the prompt have no effect."""
+    """The first token has no log-probability. Stop strings and stop tokens in the prompt have no effect."""
     prompt = byte_tokenizer().encode("abEc").ids
     asked = {"echo": True, "logprobs": 2, "stop": "E", "stop_token_ids": prompt[2:3]}
     completion = server.complete(prompt, max_tokens=3, **asked)
@@ -346,7 +346,7 @@ def test_too_many_are_told_to_come_back(folder: Path) -> None:
 
 
 def test_the_next_step_is_prepared_while_one_runs(folder: Path) -> None:
-    """A repeated prompt is not computed again."""
+    """Also checks that a repeated prompt is not computed again."""
     with running(folder) as server:
         server.model.gate.clear()
         waiting = server.send("/v1/completions", {"prompt": "a" * 90, "max_tokens": 5, "seed": 0})
@@ -373,8 +373,8 @@ def test_a_client_that_leaves_frees_its_pages(server: Running, stream: bool) -> 
     assert 'cgbundle_llm_requests_total{code="499",model="script",path="/v1/completions"}' in server.ask("/metrics")[1]
 
 
-def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
-    """Random lengths, streams, choices and disconnects, with a cache that is too small for all."""
+def test_random_requests_leak_no_pages(server: Running) -> None:
+    """Sends requests with random lengths, some as streams, some disconnected. The cache is too small for all at once."""
     order = random.Random(3)
 
     def one(number: int) -> None:
@@ -399,7 +399,7 @@ def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
 
 
 def test_copies_on_several_devices(folder: Path) -> None:
-    """A request goes to the least loaded replica; one that fails at once does not attract all requests."""
+    """A request goes to the least loaded replica. A replica that fails every request at once does not get all requests."""
     with running(folder, others=[Scripted()], limit=2) as server:
         models = [engine._model for engine in server.served.engine._engines]
         for model in models:
@@ -417,7 +417,7 @@ def test_copies_on_several_devices(folder: Path) -> None:
         models[0].fails = 1000
 
 
-# --- failures and the end -------------------------------------------------------------------------------------------------
+# --- failures and shutdown --------------------------------------------------------------------------------------------------
 
 
 def test_a_call_that_fails_is_the_callers_alone(server: Running, capfd: pytest.CaptureFixture[str]) -> None:
@@ -554,7 +554,7 @@ def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
 
 
 def test_one_process_serves_both_and_another_version_takes_over(process: Process) -> None:
-    """The version that began an answer finishes it."""
+    """The version that began an answer also finishes it."""
     row = {"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [0.0] * 16}
     ports = process.ask("/v2/models/mlp")
     reply = process.ask("/v2/models/mlp/infer", {"inputs": [row | {"name": ports["inputs"][0]["name"]}]})
@@ -574,8 +574,9 @@ def test_one_process_serves_both_and_another_version_takes_over(process: Process
     assert process.ask("/v1/completions", body)["choices"] == before["choices"]
 
 
-def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
-    """Five pages for two lanes of up to four: recomputed texts continue as before, also with sampling and a penalty."""
+def test_preempted_texts_continue_as_before(process: Process) -> None:
+    """There are five pages for two lanes, which need up to four each. A text that lost its pages is recomputed and continues as
+    before, also with sampling and a penalty."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler
@@ -602,7 +603,7 @@ def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
     assert runs[0] == runs[1] and all(len(text) == 40 for text in runs[0].values())
 
 
-def test_answers_of_a_form_are_the_same_together_and_alone(process: Process) -> None:
+def test_restricted_answers_are_the_same_together_and_alone(process: Process) -> None:
     """Biases, penalties and log-probabilities of a prompt in a bundle; with a grammar if its engine is installed."""
     order, asked = random.Random(1), list[dict[str, Any]]()
     forms = {"presence_penalty": 1.5, "frequency_penalty": 0.5}, {"logit_bias": {"7": 3, "8": -3}}, {"echo": True, "logprobs": 1}
@@ -694,8 +695,8 @@ def test_openai_errors(client: Any, server: Running) -> None:
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
 
 
-def test_a_far_too_long_prompt_is_not_made_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a prompt that may fit, its beginning is tokenized first; health requests are answered meanwhile."""
+def test_a_far_too_long_prompt_is_not_tokenized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a prompt may fit, only its beginning is tokenized at first. Health requests are answered meanwhile."""
     with running(folder) as server:
         lengths: list[int] = []
         language, gate = server.served.language, threading.Event()

@@ -1,4 +1,4 @@
-"""bundles/cgserve/batching/request_queue.py: which requests are batched, wait or are refused."""
+"""bundles/cgserve/batching/request_queue.py: which requests are called together, wait, or are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Model:
 
 
 def asked(requests: ModuleType, model: Model, session: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
-    """Returns the result of `session(queue)`, with batches of at most 4 rows. `session.batches`, if it exists, records them."""
+    """Returns the result of `session(queue)`, with batches of at most 4 rows. If `session` has an attribute `batches`, they are
+    recorded there."""
 
     async def run() -> Any:
         arguments = {"wait": 0.01, "limit": 100, "watch": lambda batch: None} | options
@@ -64,7 +65,7 @@ def test_rows_of_one_group_go_together_up_to_the_largest(requests: ModuleType) -
 
 
 def test_several_calls_at_once(requests: ModuleType) -> None:
-    """Two calls run; the third starts when one of them ends, and no request leaves the queue before."""
+    """Two calls run. The third one starts when one of them ends; until then its requests stay in the queue."""
     gate, began = threading.Event(), threading.Semaphore(0)
 
     def call(items: Sequence[int]) -> list[int]:
@@ -153,7 +154,7 @@ def test_the_end_answers_what_waits_and_takes_nothing_more(requests: ModuleType)
     assert asyncio.run(run()) == [0, 2, 4]
 
 
-def test_every_answer_is_its_own(requests: ModuleType) -> None:
+def test_every_request_gets_its_own_answer(requests: ModuleType) -> None:
     """300 requests with random groups and rows at random times, some of which are cancelled."""
     draw, model, batches = random.Random(0), Model(), list[Any]()
 

@@ -54,7 +54,7 @@ def fits(text: str) -> bool:
 
 
 def test_answers_keep_to_a_schema(server: Running) -> None:
-    """Several answers beside a free one, complete and streamed, with log-probabilities."""
+    """Several restricted answers and a free one run together, complete and streamed, with log-probabilities."""
     completion = server.chat("Hi", response_format=FORMAT, n=3)
     assert all(fits(choice["message"]["content"]) and choice["finish_reason"] == "stop" for choice in completion["choices"])
     *pieces, _ = server.chat("Hi", response_format=FORMAT, stream=True, logprobs=True)

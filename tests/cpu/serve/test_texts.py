@@ -178,7 +178,7 @@ class Gated(Summing):
 
 
 def test_few_calls_of_a_request_wait_at_once(tmp_path: Path) -> None:
-    """2048 texts are 513 calls, more than the queue takes: the request is answered, and another one gets a retry status."""
+    """2048 texts need 513 calls, more than the queue holds. This request is answered; another one gets the error to retry later."""
     entry = Gated()
     model = TextModel("m", Language(write_words(tmp_path)), ports(2), entry.answer, 60.0, 100, lambda calls: calls)
 
@@ -214,7 +214,7 @@ def test_a_request_ends_at_its_deadline(tmp_path: Path) -> None:
 
 
 class Slow(Summing):
-    """Every call takes a moment; for a late call the queue reports how long it waited."""
+    """Every call takes 0.15 s. The error of a late call contains the time limit of this call."""
 
     async def answer(self, tensors: Sequence[TensorData], seconds: float) -> list[TensorData]:
         try:
@@ -226,7 +226,7 @@ class Slow(Summing):
 
 
 def test_a_late_request_is_told_its_own_deadline(tmp_path: Path) -> None:
-    """The second call of a request has less time left than the request."""
+    """Later calls of a request have less time left. The error names the time limit of the request."""
     model = TextModel("m", Language(write_words(tmp_path)), ports(2), Slow(ports(2)).answer, 0.25)
     texts = model.encoded(["the cat"] * 4 * 4 * AT_ONCE, field="input", truncate=False)
     with pytest.raises(ExceptionGroup) as caught:

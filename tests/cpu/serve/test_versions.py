@@ -19,7 +19,7 @@ from cgserve.models.version import Version, Watch, first_keys  # noqa: E402
 
 
 def test_a_new_version_is_opened_with_the_one_before(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reuses that version's tokenizer and keeps no reference to the version."""
+    """The new version reuses the tokenizer of the previous one and keeps no reference to it."""
     opened, event_names = list[tuple[int, int | None]](), list[str]()
     real = Version.open
 

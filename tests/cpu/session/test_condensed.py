@@ -29,7 +29,7 @@ ROWS, COLUMNS = 2200, 4096
 
 
 class Outer(torch.nn.Module):
-    """An outer product, which is also added to state; elements above a threshold as bool."""
+    """Returns an outer product, which is also added to state, and which of its elements are above a threshold (bool)."""
 
     def __init__(self) -> None:
         super().__init__()

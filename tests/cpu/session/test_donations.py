@@ -67,7 +67,7 @@ def test_calls_in_random_order(program: cgbundle.Program, model: Recurrent, libr
                 close(total, sums)
                 known["step"] = hidden, wanted
             for hidden, wanted in known.values():
-                close(hidden, wanted)  # the output of one entry stays valid after a call of the other one
+                close(hidden, wanted)  # an output stays valid after a call of the other entry
 
 
 def test_what_is_taken_is_not_copied(program: cgbundle.Program, monkeypatch: pytest.MonkeyPatch) -> None:

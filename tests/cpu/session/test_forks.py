@@ -1,4 +1,4 @@
-"""A forked process: some functions work in the child, the others raise an error at once."""
+"""In a forked process some functions of a loaded program work; all others raise an error at once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An interrupt, such as Ctrl-C, at any point of a CPU call, a load or a close is raised; later calls are right, and nothing stays
-locked or open."""
+"""An interrupt, such as Ctrl-C, at any point of a CPU call, a load or a close is raised in the caller. Later calls are right, and
+no lock or file stays taken."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def called(program: Any) -> Any:
 
 
 def elsewhere(act: Callable[[], Any]) -> Any:
-    """Returns the result in another thread, which would wait for a lock that was not released."""
+    """Returns the result of `act` in another thread: it would wait forever for a lock that was not released."""
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(act()), daemon=True)
     thread.start()
@@ -75,7 +75,7 @@ def test_a_call(golden: str, alone: bool, large: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_close(alone: bool) -> None:
+def test_an_interrupted_close(alone: bool) -> None:
     """The next close continues after an interrupted one."""
     programs: list[Any] = []
 
@@ -109,7 +109,7 @@ def test_a_close(alone: bool) -> None:
         number += 1
 
 
-def test_a_load_leaves_nothing() -> None:
+def test_an_interrupted_load_leaks_nothing() -> None:
     """An interrupted load releases its descriptors and code."""
     before = dict(open_files._WAITING)
     number = 0
@@ -119,7 +119,7 @@ def test_a_load_leaves_nothing() -> None:
             with interrupted_at(number) as met:
                 cgbundle.load(GOLDEN / f"{SHARED}.cgb").close()
         except Interrupt:
-            number += 29  # a load has thousands of points
+            number += 29  # not every point, because a load has thousands
             continue
         assert not met, f"lost at {met}"
         break
@@ -128,7 +128,7 @@ def test_a_load_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("golden", [SHARED, STATE])
 def test_the_handler_of_a_signal_closes_the_program_that_it_interrupts(golden: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler that ends the process does this. Resources of the call stay valid until it ends."""
+    """Handlers that end the process may close programs. Resources of the interrupted call stay valid until the call ends."""
     program = cgbundle.load(GOLDEN / f"{golden}.cgb")
     called(program)
     backend = program._backend

@@ -95,7 +95,7 @@ def test_equal_code_is_loaded_once_and_no_descriptor_stays_open(bundle: Path) ->
 
     for _ in range(2):
         cgbundle.load(bundle).close()
-    gc.collect()  # objects that earlier tests left in reference cycles
+    gc.collect()  # frees objects of earlier tests in reference cycles
     before = seen()
     for _ in range(5):
         cgbundle.load(bundle).close()
@@ -139,7 +139,8 @@ def test_a_shared_object_that_is_cut_off_or_another_library_is_refused(bundle: P
 
 
 def seal(bundle: Path, *, attached: bool = False) -> None:
-    """Describes the files again, as an attacker would; `attached` also writes the rows that the shared object should have."""
+    """Writes a manifest with the hashes of the changed files, as an attacker would. `attached` also updates the rows after the ELF
+    data of shared objects."""
     from dataclasses import replace
 
     from tests.helpers.bundles import tiny_bundle

@@ -1,4 +1,5 @@
-"""Sessions, state, seeds, static inputs and shared outputs of a handmade CPU bundle whose code AOTInductor compiled."""
+"""Sessions, state, seeds, static inputs and shared outputs of a CPU bundle: its manifest is handmade, and AOTInductor compiled its
+code."""
 
 from __future__ import annotations
 
@@ -227,7 +228,7 @@ def test_threads_take_turns_in_the_loaded_program(cell: cgbundle.Program) -> Non
     assert cell.state["steps"].tolist() == [first + step * 3 * SPIN for first, step in zip(range(10, 14), range(1, 5), strict=True)]
 
 
-def test_two_threads_in_one_session_are_told(cell: cgbundle.Program) -> None:
+def test_two_threads_in_one_session_raise(cell: cgbundle.Program) -> None:
     session = cell.session()
     errors: list[BaseException] = []
     calls = 0

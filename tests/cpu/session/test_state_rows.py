@@ -1,4 +1,5 @@
-"""State with a number of rows chosen at load time, on the CPU: results equal eager PyTorch; models without it are refused."""
+"""State with a number of rows chosen at load time, on the CPU: results equal eager PyTorch; models that cannot have such state are
+refused."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def test_the_manifest_says_what_varies(paged: Path) -> None:
     assert all(spec.range is None for entry in manifest.entries for spec in entry.inputs if spec.name != "place")
 
 
-def test_nobody_says_how_many(paged: Path) -> None:
-    """By default pages take half of the free memory, and slots have their useful maximum."""
+def test_default_numbers_of_rows(paged: Path) -> None:
+    """By default pages take half of the free memory, and the number of slots is the largest one that is useful."""
     with cgbundle.load(paged, state={"pages": 9}) as program:
         assert program.state.rows == {"pages": 9, "slots": 50} and "cgcompile_rows_pages" not in program.state
     with cgbundle.load(paged) as program:
@@ -185,7 +186,7 @@ def test_python_may_not_read_the_number_of_rows(use: Callable[..., Any]) -> None
 
 def test_a_trace_shows_that_the_number_of_rows_matters_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     exported = [export(uses(lambda cache, index: cache[index]), {})]
-    monkeypatch.setattr(more_rows, "export", None)  # it would call the model many times
+    monkeypatch.setattr(more_rows, "export", None)  # must not be called, because it would call the model many times
     same_with_more_rows(exported, 4, print)
     assert exported[0].source.model.cache.shape == (6, 3)
 

@@ -191,7 +191,7 @@ def test_a_part_leaves_the_rest(bundle: Path, weights: str) -> None:
             check(program, model)
 
 
-def test_nothing_at_all_is_a_part(bundle: Path) -> None:
+def test_an_empty_partial_update_is_allowed(bundle: Path) -> None:
     with cgbundle.load(bundle) as program:
         program.update({}, partial=True)
         check(program, tiny(0))
@@ -470,12 +470,12 @@ def test_a_profile_goes_on(bundle: Path) -> None:
         check(program, tiny(7))
 
 
-# --- in order with calls ------------------------------------------------------------------------------------------
+# --- updates during calls -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["program", "sessions"])
 def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(bundle: Path, alone: bool) -> None:
-    """Four threads call while weights change; calls are chunked in three, so that each runs several replays."""
+    """Four threads call while the weights are replaced. Each call is split into three chunks, so that it runs several replays."""
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(9))
     models = [tiny(seed) for seed in range(5)]
     with torch.no_grad():
@@ -489,7 +489,7 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(bundle: Pat
             begun.wait()
             last = False
             while not last:
-                last = done.is_set() and len(seen[place]) >= SPIN  # then this call starts after the last update
+                last = done.is_set() and len(seen[place]) >= SPIN  # a call that starts after the last update
                 distances = (callers[place](x) - expected).abs().amax((1, 2))
                 assert (distances < 1e-5).sum() == 1, distances
                 seen[place].append(int(distances.argmin()))
@@ -510,7 +510,7 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(bundle: Pat
 
 
 def test_packed_weights_are_not_used_for_later_weights_at_the_same_address(bundle: Path) -> None:
-    """Memory of old weights is freed in the threads that call, and later updates get it again."""
+    """The threads that call free the memory of old weights, and later updates receive the same memory."""
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(9))
     models = [tiny(seed) for seed in range(5)]
     with torch.no_grad():

@@ -73,7 +73,7 @@ def test_other_values_are_refused_and_nothing_changes(bundle: Path) -> None:
         torch.testing.assert_close(program(x), Gated(0)(x))
 
 
-def test_equal_values_are_no_other_ones(bundle: Path, tmp_path: Path) -> None:
+def test_equal_values_are_accepted(bundle: Path, tmp_path: Path) -> None:
     (x,) = rows(2)
     other = tmp_path / "other.cgb"
     cgcompile.build(Gated(2).eval(), rows, sizes=[2], out=other, target="cpu")

@@ -91,7 +91,7 @@ def test_no_descriptor_is_left_open() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     cgbundle.load(PLAIN).close()
-    gc.collect()  # objects that earlier tests left in reference cycles
+    gc.collect()  # frees objects of earlier tests in reference cycles
     before = opened()
     program = cgbundle.load(PLAIN)
     program.warmup()

@@ -20,7 +20,7 @@ class Scaled(nn.Module):
 
 
 def test_constants_are_buffers_under_their_names() -> None:
-    """torch 2.11 would name plain attributes _tensor_constant0, which is not a weight of the model."""
+    """torch 2.11 would name plain attributes _tensor_constant0, and so on, which is no name of a weight of the model."""
     program = torch.export.export(Scaled(), (torch.randn(2, 2),))
     module = with_buffers(program.module())
     named = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
@@ -29,7 +29,7 @@ def test_constants_are_buffers_under_their_names() -> None:
 
 
 def test_code_that_does_not_compile_is_made_again_without_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This happens for Swin with torch 2.11."""
+    """An example is Swin with torch 2.11."""
     asked, messages = [], []
 
     def refused(module: Any, inputs: Any, options: Any) -> str:

@@ -29,7 +29,7 @@ esac
 
 
 def test_a_compilation_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes a second compilation without vectors: processes of the first attempt are not waited for."""
+    """This includes the second attempt, without vectors, which does not wait for processes of the first one."""
     path, pids = tmp_path / "g++", tmp_path / "pids"
     path.write_text(COMPILER.format(pids=pids))
     path.chmod(0o700)

@@ -1,4 +1,4 @@
-"""donations() as rows: names, dtypes, shapes, and outputs that cannot stay in place."""
+"""Rows of the manifest from donations(): names, dtypes, shapes, and outputs that cannot stay in place."""
 
 from __future__ import annotations
 

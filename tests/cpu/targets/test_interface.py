@@ -1,4 +1,5 @@
-"""The C interface of compiled models: compiled once, cached, removed from generated files, and kept there if that fails."""
+"""The C interface of compiled models: it is compiled once and cached, and removed from generated files unless its compilation
+fails."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ Log = Callable[[], list[str]]
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Log]:
-    """Returns a function that sets CXX to a compiler with this action for the interface, and returns its log reader."""
+    """Returns a function that sets CXX to a compiler with the action `interface` for the interface. That function returns one that
+    reads the log."""
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     path, log = tmp_path / "g++", tmp_path / "log"
 

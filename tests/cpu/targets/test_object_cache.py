@@ -1,4 +1,5 @@
-"""The cache of compiled shared objects: a hit if everything relevant is equal, a new compilation in doubtful cases."""
+"""The cache of compiled shared objects: an object is used again if all that affects it is equal; in doubtful cases the compiler
+runs again."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
 
 
 def test_what_inductor_notes_in_its_options_does_not_matter(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first program that a process compiles leaves an entry there; the second build took it for another option."""
+    """The first compilation of a process adds an entry to Inductor's options. Before the fix, the next build treated it as another
+    option."""
     build(exported())
     monkeypatch.setitem(config.aot_inductor.metadata, "AOTI_DEVICE_KEY", "other")
     assert build(exported()).recalled

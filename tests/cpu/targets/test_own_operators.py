@@ -75,7 +75,7 @@ def cases(draw: st.DrawFn) -> tuple[object, ...]:
 @settings(max_examples=80, deadline=None)
 @given(cases())
 def test_attention_reads_live_tokens_alone(code: Code, case: tuple[object, ...]) -> None:
-    """Tokens after a lane's end are NaN here."""
+    """In these cases, tokens after a lane's end are NaN."""
     query, keys, values, pages, start, count, sinks, *numbers = case
     wanted = paged_attention(*case)
     for lane, table in enumerate(pages.tolist()):
@@ -136,7 +136,7 @@ def both_inputs(rows: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("standalone", [None, False])
 def test_a_bundle_calls_them(tmp_path: Path, standalone: bool | None) -> None:
-    """The operators are linked beside torch's libraries, and instead of them."""
+    """Bundles with torch's libraries and bundles without them call the operators."""
     torch.manual_seed(0)
     model = Both().eval()
     built = cgcompile.build(model, both_inputs, sizes=[5], out=tmp_path / "both.cgb", target="cpu", standalone=standalone)

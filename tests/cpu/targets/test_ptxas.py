@@ -34,7 +34,8 @@ def script(path: Path, body: str) -> None:
 
 
 def test_the_installed_triton_serves_every_target() -> None:
-    """Triton 3.6 and 3.7 bring ptxas of CUDA 12 and CUDA 13; the lowest driver of a major version has minor version 0."""
+    """Triton 3.6 and 3.7 contain ptxas of CUDA 12 and of CUDA 13. An image runs with any driver of ptxas's major version or a later
+    one."""
     drivers = {row.name: lowest_driver(row.capability) for row in ARCHES}
     assert set(drivers.values()) <= {12000, 13000, 14000}
     assert drivers["sm_80"] == drivers["sm_86"] == drivers["sm_89"] == drivers["sm_90"] <= drivers["sm_100"] == drivers["sm_120"]

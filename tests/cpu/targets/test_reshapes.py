@@ -1,4 +1,4 @@
-"""Results that are reshaped across axes are stored first: no loop nests the indices of two reshapes."""
+"""A result that is reshaped across its axes is stored before: no loop computes the indices of two reshapes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_merging_or_splitting_axes_is_not_across(sizes: list[int], cuts: set[int
         ((), (1, 1), False),
     ],
 )
-def test_across_is_what_needs_more(old: Sequence[int], new: Sequence[int], wanted: bool) -> None:
+def test_which_reshapes_cross_axes(old: Sequence[int], new: Sequence[int], wanted: bool) -> None:
     assert loops.crosses_axes(old, new) == wanted
 
 

@@ -153,7 +153,7 @@ def test_functions_of_vectors_are_right_to_two_units_in_the_last_place(code: Cod
         torch.nextafter(rounded.abs(), torch.tensor(torch.inf)).double() - rounded.abs().double(), torch.tensor(1e-45)
     )
     if name in ("sin", "cos"):
-        unit = torch.full_like(unit, 2.0**-24)  # near zeros at large angles the error is absolute, as in a sum of parts
+        unit = torch.full_like(unit, 2.0**-24)  # for large angles, the error near zeros is absolute
     special = ~torch.isfinite(rounded) | (rounded == 0)
     assert torch.equal(torch.nan_to_num(actual[special], nan=7.0), torch.nan_to_num(rounded[special], nan=7.0))
     error = ((actual.double() - want).abs() / unit)[~special]
@@ -182,7 +182,7 @@ def test_convolutions_are_torchs(
     sized = [word for number in numbers for word in (number, c_int64(2))]
     none = byref((c_int64 * 2)(0, 0)), c_int64(2)
     assert code("convolution", x, weight, given_bias, *sized, c_int32(0), *none, c_int64(1), byref(output_handle)) == 0
-    # torch 2.13's oneDNN convolution crashes for some inputs that it must pad: pad them before
+    # oneDNN's convolution (torch 2.13) crashes for some padded inputs: so torch gets inputs with padding
     want = F.conv2d(F.pad(x, (padding[1], padding[1], padding[0], padding[0])), weight, bias, stride, 0, dilation)
     place, library = c_void_p(), libtorch.LibTorch(code.library)
     _, sizes, strides = library.layout(output_handle.value or 0)
@@ -223,7 +223,7 @@ def test_the_largest_and_smallest_are_torchs_of_equal_ones_too(
 ) -> None:
     tensor = data.draw(laid_out((*shape, length))).permute(data.draw(st.permutations(range(len(shape) + 1))))
     if data.draw(st.booleans()):
-        tensor = (tensor * 2).round()  # many are equal
+        tensor = (tensor * 2).round()  # makes many elements equal
     if data.draw(st.booleans()):
         tensor = torch.where(torch.rand(tensor.shape) < 0.1, torch.nan, tensor)
     if data.draw(st.booleans()):
@@ -250,7 +250,7 @@ def test_an_item(code: Code, value: float, kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("rows", [83, 200, 711])
 def test_bands_of_rows_have_the_bits_of_all_rows_at_once(code: Code, rows: int) -> None:
-    """If panels are cached, a product runs in bands of as many rows as fit into a cache: 84 of these, or fewer."""
+    """A product with cached panels runs in bands of rows that fit into the processor's cache: of these rows 84, or fewer."""
     a, weight, added, out = torch.randn(rows, 1550), torch.randn(70, 1550), torch.randn(70), torch.empty(rows, 70)
     code.library.cgbundle_fix(c_void_p(weight.data_ptr()), c_int64(weight.nbytes))
     products = []
@@ -275,7 +275,7 @@ def test_panels_are_kept_of_memory_that_is_fixed_alone(code: Code) -> None:
     code.library.cgbundle_fix(begin, c_int64(weight.nbytes))
     assert all(torch.equal(product(), first) for _ in range(3))
     weight.zero_()
-    assert torch.equal(product(), first)  # the cached panels
+    assert torch.equal(product(), first)  # uses the cached panels
     assert code("mm_out", part := torch.empty(5, 40), a, weight[40:].T) == 0
     assert torch.count_nonzero(part) == 0  # another matrix in the same memory
     code.library.cgbundle_release(begin)
@@ -290,7 +290,7 @@ def test_what_it_cannot_do_is_an_error(code: Code) -> None:
     half = torch.zeros(2, 2, dtype=torch.float16)
     assert code("mm_out", half, half, half)
     assert code("cumsum", half, c_int64(0), None, byref(c_void_p()))
-    assert code("cumsum", torch.zeros(2), c_int64(0), byref(c_int32(7)), byref(c_void_p()))  # as float64
+    assert code("cumsum", torch.zeros(2), c_int64(0), byref(c_int32(7)), byref(c_void_p()))  # asks for a result in float64
     assert code("mm_out", torch.zeros(2, 2), torch.zeros(2), torch.zeros(2, 2))
     dropout = (c_double(0.5), c_int32(0), None, None, byref(c_void_p()), byref(c_void_p()))
     assert code("_scaled_dot_product_flash_attention_for_cpu", *[torch.zeros(1, 1, 2, 2)] * 3, *dropout)
@@ -386,7 +386,7 @@ def test_its_answers_beside_torch_in_the_same_process(standalone_bundle: tuple[P
 
 class Doubles(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.double().topk(2, 1).values  # cgcompile's takes no float64, which the linker does not know
+        return x.double().topk(2, 1).values  # cgcompile's function can be linked, but takes no float64
 
 
 def test_where_a_function_of_ours_fails_torchs_takes_its_place(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A program with several regions as steps: the copies and their layouts."""
+"""A program with several regions as steps: copies between graphs and host, and their layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code for all sizes: guards on the example's sizes do not restrict any size."""
+"""Code that is compiled for all sizes: guards on the sizes of the example restrict no other size."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_answers_narrow_nothing_and_have_to_be_alike_for_all_sizes() -> None:
 
 
 def test_a_guard_with_a_default_gives_it_where_the_sizes_disagree() -> None:
-    """Inductor multiplies small matrices without a library, for which a build was refused."""
+    """Inductor multiplies small matrices without a library. Before the fix, such builds were refused."""
     program, rows = exported(16)
     rows.node.shape_env.freeze()
     with decided_alike(program):
@@ -84,7 +84,7 @@ def test_a_guard_with_a_default_gives_it_where_the_sizes_disagree() -> None:
 
 
 def test_numbers_that_are_read_are_no_sizes() -> None:
-    """They have no upper bound, and the model's assertions restrict them."""
+    """Unlike sizes, such numbers have no upper bound; only assertions of the model restrict them."""
 
     class Reading(torch.nn.Module):
         def forward(self, x: Any, count: Any) -> Any:

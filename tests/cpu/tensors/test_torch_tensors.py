@@ -1,4 +1,5 @@
-"""Comparison of inputs with those of an earlier call: one call of torch, which never says yes if the calls would differ."""
+"""Inputs are compared with those of an earlier call by one call of torch. It never accepts inputs for which the calls would
+differ."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def library(request: pytest.FixtureRequest) -> Torch:
     torch_library = Torch(torch)
     assert torch_library._guards is not None
     if request.param == "by descriptors":
-        torch_library._guards = None  # as with a torch without it
+        torch_library._guards = None  # as if this torch had no such function
     return torch_library
 
 
@@ -67,7 +68,7 @@ def test_numbers_that_memory_does_not_hold_are_resolved() -> None:
 
 
 def test_every_mode_of_torch_has_a_likeness_of_its_own() -> None:
-    """A guard from another mode says no, which only costs time."""
+    """A guard that was made in another mode rejects the inputs, which only costs time."""
     library = Torch(torch)
     outside = library.guard([values()])
     for mode in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):

@@ -110,7 +110,7 @@ def test_a_baseline_that_fails_says_why_and_the_others_stand(bundle: Path, tmp_p
     lines = result.stdout.splitlines()
     assert "eager    failed: MemoryError: no room" in lines
     assert any(line.startswith("manual   skipped: it captures CUDA graphs") for line in lines)
-    assert sum(line.startswith("bundle   1.00") for line in lines) == 2  # starts and memory
+    assert sum(line.startswith("bundle   1.00") for line in lines) == 2  # in the tables of starts and of memory
 
 
 def test_an_interrupt_keeps_what_was_measured(bundle: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_model_that_is_not_there_is_found_at_once(bundle: Path) -> None:
 
 
 class Branch(nn.Module):
-    """A data-dependent branch, which has two graphs inside the graph."""
+    """A data-dependent branch, whose two sides are graphs inside the graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos(), (x,)) * float("inf")
@@ -237,7 +237,7 @@ def test_a_users_module_is_called_as_its_forward_wants(tmp_path: Path) -> None:
 
 
 def test_the_compilers_worker_serves_in_this_process_too(bundle: Path, model_file: Path) -> None:
-    """Does in this process what a new process does: takes the self-test's inputs and returns its outputs."""
+    """Calls in this process the function that a new process would run. It takes the self-test's inputs and returns outputs."""
     manifest = archive.read_manifest(str(bundle))
     job = {
         "bundle": str(bundle), "target": "cpu", "entry": "forward",

@@ -73,12 +73,12 @@ def test_lengths(tmp_path: Path) -> None:
         ("lengths=/none", "/none: No such file or directory"),
     ],
 )
-def test_a_load_that_is_none(words: str, text: str) -> None:
+def test_an_invalid_load(words: str, text: str) -> None:
     with raises("option-invalid", match=text):
         read_load(words)
 
 
-def test_the_numbers() -> None:
+def test_the_summary_of_a_load() -> None:
     answers = [Answered((0.1, 0.2, 0.4), 0.4, 10, 3), Answered((0.3,), 0.3, 5, 1), Answered((), 0.0, 5, 0, "OSError: gone")]
     numbers = summary(Load(requests=3), "m", answers, 2.0)
     assert (numbers["request_throughput"], numbers["output_throughput"], numbers["total_token_throughput"]) == (1.0, 2.0, 9.5)

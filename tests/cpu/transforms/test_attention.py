@@ -117,7 +117,7 @@ def inputs():
 
 @pytest.mark.parametrize(("shared", "dtype"), [(4, "torch.float32"), (2, "torch.bfloat16")])
 def test_a_step_with_a_cache_is_one_kernel_with_what_eager_computes(shared: int, dtype: str, tmp_path: Path) -> None:
-    """Outputs and state equal eager PyTorch: the kernels are interpreted before a bundle is published."""
+    """A build publishes a bundle only if its interpreted kernels give the outputs and the state of eager PyTorch."""
     file = tmp_path / "step.py"
     file.write_text(MODEL.format(shared=shared, dtype=dtype))
     built = cgcompile.build(str(file), out=tmp_path / "step.cgb", target="sm_90")

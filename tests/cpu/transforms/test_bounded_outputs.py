@@ -81,7 +81,7 @@ def exported(function: Function) -> Any:
 
 
 def inputs(seed: int, ties: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns random inputs, some of which select no row or all rows; with `ties`, there are few different scores."""
+    """Returns random inputs. Of some the model selects no row or all rows. With `ties`, many scores are equal."""
     torch.manual_seed(seed)
     rows = (3, 4, 9, 16, MOST)[seed % 5]
     boxes, scores = torch.rand(rows, 4), torch.rand(rows)
@@ -91,7 +91,7 @@ def inputs(seed: int, ties: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def check(function: Function, bounded: Bounded, ties: bool = True) -> None:
-    """Checks that the program gives eager PyTorch's outputs, with zeros behind them."""
+    """Checks that the program gives eager PyTorch's outputs, padded with zeros."""
     module = bounded.program.module(check_guards=False)
     for seed in range(40):
         tensors = inputs(seed, ties and seed % 2 == 0)
@@ -267,7 +267,7 @@ def test_writes_in_place_are_not_moved(function: Function) -> None:
 
 
 def lookup(b: Tensor, s: Tensor) -> Any:
-    """Indexes the rows of one selection with the positions of another, which may be more."""
+    """Indexes the rows of one selection with positions from another selection, which may be larger."""
     return b[s > 0.5][(s > 0.3).nonzero()[:, 0] - 2]
 
 

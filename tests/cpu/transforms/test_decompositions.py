@@ -1,4 +1,5 @@
-"""Decompositions for both recorders: matrix-vector products become sums if that reads in order; `argmax` by parts."""
+"""Decompositions for both recorders: matrix-vector products become sums if the sum reads memory in order; `argmax` is computed in
+parts."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_a_sum_reads_in_order(a: Any, b: Any, sums: bool) -> None:
 @pytest.mark.parametrize("shape", [(1, LONG), (3, LONG + 1), (2, 1, 3 * LONG - 5)])
 def test_the_largest_of_a_long_axis_is_found_by_parts(shape: tuple[int, ...], dtype: Any) -> None:
     torch.manual_seed(0)
-    drawn = torch.randn(shape).to(dtype)  # bfloat16: many are equal, and the first one counts
+    drawn = torch.randn(shape).to(dtype)  # as bfloat16 many elements are equal, and the first one counts
     nothing = torch.full(shape, float("-inf"), dtype=dtype)
     last = nothing.clone()
     last[..., -1] = 0

@@ -151,7 +151,7 @@ class OneLogit(nn.Module):
 
 
 class Quantized(nn.Module):
-    """Activations rounded to int8 by their maximum: a rounding step of an input flips some of them."""
+    """Activations scaled by their maximum and rounded to int8. A small change of the input rounds some of them differently."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = x.abs().amax() / 127
@@ -171,7 +171,7 @@ def test_rounding_inside_widens_the_bound() -> None:
 
 
 class LookedUp(nn.Module):
-    """A model like `OneLogit` with tokens: an input has no rounding, but the norm after the embedding has."""
+    """A model like `OneLogit` with token ids. Token ids have no rounding errors, but the norm after the embedding has."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Buffers that swap their values, the dtype of scattered numbers, and numbers inside `Identity`."""
+"""Passes over Inductor's graphs: buffers that swap values, the dtype of scattered numbers, and numbers inside sympy's
+`Identity`."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class Emptied(torch.nn.Module):
 
 
 def test_a_bundle_begins_with_the_buffers_of_the_model(tmp_path: Path) -> None:
-    """Inductor copies one buffer to another while it compiles."""
+    """While Inductor compiles, it copies one buffer to another. The bundle has the values before."""
     path = cgcompile.build(Emptied(), lambda: (torch.zeros(4),), out=tmp_path / "emptied.cgb", target="cpu").path
     with cgbundle.load(path) as program:
         assert [float(program(torch.zeros(4))[0]) for _ in range(2)] == [0, 7]
@@ -132,7 +133,7 @@ class Repeating(torch.nn.Module):
 
 
 def test_equal_outputs_are_tensors_of_their_own(tmp_path: Path) -> None:
-    """Compiled code returned one tensor twice, and the calling process crashed."""
+    """Before the fix, compiled code returned one tensor twice, and the calling process crashed."""
     x = torch.rand(6)
     with cgbundle.load(cgcompile.build(Repeating(), lambda: (x,), out=tmp_path / "equal.cgb", target="cpu").path) as program:
         for one, want in zip(program(x), Repeating()(x), strict=True):
@@ -149,7 +150,7 @@ class Rotated(torch.nn.Module):
 
 
 def test_a_concatenation_with_empty_tensors_can_be_viewed(tmp_path: Path) -> None:
-    """Inductor copied the one tensor that is left with its strides, for which the view does not exist."""
+    """Before the fix, Inductor copied the only tensor with elements and kept its strides, with which the view is not possible."""
     x = torch.rand(3, 6, 8)
     with cgbundle.load(cgcompile.build(Rotated(), lambda: (x,), out=tmp_path / "rotated.cgb", target="cpu").path) as program:
         assert torch.equal(program(x), Rotated()(x))

@@ -1,4 +1,5 @@
-"""Indices are right if the floats at them are equal within tolerance; later values are compared for that choice."""
+"""Indices are right if the floats at them are equal within tolerance; later values are compared with those of eager PyTorch after
+the same choice."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ ROWS, WORDS = 4, 64
 
 
 class Scores(nn.Module):
-    """Scores of words in nearly equal pairs: word 2n leads word 2n + 1 by `ahead`, whose sign decides the order."""
+    """Scores of words in nearly equal pairs: the score of word 2n is greater than that of word 2n + 1 by `ahead`, which may be
+    negative."""
 
     def __init__(self, ahead: float, then: Callable[[nn.Module, Tensor], object]) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ def bounds(seen: Seen) -> list[ErrorBound]:
 
 
 def verdict(then: Callable[..., object], ahead: float) -> Verdict | None:
-    """Returns the verdict for a program whose scores are in the other order, by rounding or by more."""
+    """Returns the verdict for a program whose pairs have the other order: `ahead` is a rounding error or more."""
     got = run_of(then, -ahead)()
     return judged(run_of(then, ahead), got, bounds(got))
 
@@ -127,13 +129,13 @@ def beams(module: nn.Module, y: Tensor) -> object:
 
 
 def filtered(module: nn.Module, y: Tensor) -> object:
-    """Filters words below the eighth, then scores of other words decide: one word is at the threshold."""
+    """Filters words whose scores are below the eighth score; then other scores select a word. One word is at the threshold."""
     least = y.topk(7).values[:, -1:]
     return (torch.where(y >= least, -y, float("-inf")) + 0 * y).argmax(-1)
 
 
 def narrowed(module: nn.Module, y: Tensor) -> object:
-    """The compiled program filters the word that would win, and keeps the one that it selects."""
+    """The compiled program filters the word with the best score, and keeps the word that it selects."""
     limit = y[:, :1] * 0 + 28
     return torch.where(y <= limit, y + 0.6 * torch.arange(WORDS).remainder(2), float("-inf")).argmax(-1)
 
@@ -179,7 +181,7 @@ def test_the_share_of_indices_with_others_that_are_as_good() -> None:
     def picked(module: nn.Module, y: Tensor) -> object:
         shift = 0.4 * torch.arange(ROWS)[:, None].clamp(max=1)  # all rows except the first have no ties
         apart = y + shift * torch.arange(WORDS).remainder(2)
-        near = torch.cat([apart.argmax(-1), torch.arange(ROWS)])  # half of it are not indices
+        near = torch.cat([apart.argmax(-1), torch.arange(ROWS)])  # the second half are no indices
         return near, apart.topk(4)[1].int(), y.max(-1).values, (y * 10).round().long()
 
     assert near_ties(run_of(picked)) == (1 / (2 * ROWS), 1 / ROWS, 0.0, 0.0)

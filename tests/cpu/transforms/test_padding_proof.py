@@ -62,7 +62,11 @@ def test_a_build_says_why_nothing_was_tried(function: Callable[[torch.Tensor], t
         (lambda x: x - x.mean(0), "no", False),
         (lambda x: x.cumsum(0), "rows", False),
         (lambda x: x.flip(0), "no", False),
-        (lambda x: x.max(0).values, "no", False),  # over rand: zeros never win, negated inputs show it
+        (
+            lambda x: x.max(0).values,
+            "no",
+            False,
+        ),  # inputs from rand are positive, so that zeros never win; negated inputs show the mixing
         (lambda x: torch.softmax(x, 0), "no", False),
         (lambda x: torch.cat([x, x]), "no", False),
         (lambda x: x @ x.T, "rows", False),
@@ -112,7 +116,7 @@ def test_a_mask_makes_a_sequence_paddable_but_not_cuttable(masked: bool, pad: st
 
 
 def test_rows_that_are_joined_where_no_example_shows_it() -> None:
-    """The sum over all rows scales a softmax that is saturated anyway."""
+    """The sum over all rows only scales a softmax that is saturated in the example."""
     verdict = decide(Batched(lambda x: torch.softmax(1e6 * x * x.sum(), -1)), rows, {"batch": (1, 8)})["batch"]
     assert verdict[:2] == ("zeros", False) and "sum combines elements along batch" in verdict[2]
 
@@ -172,7 +176,8 @@ def looped(x: torch.Tensor) -> torch.Tensor:
     ids=["none", "cond", "while_loop", "vmap", "checkpoint", "no_grad"],
 )
 def test_the_operator_that_changes_is_named_with_its_own_line(function: Callable[[torch.Tensor], torch.Tensor], line: str) -> None:
-    """This holds even if outputs of eager PyTorch differ, and if a function passed to another function has the operator."""
+    """This also holds if outputs of eager PyTorch differ, or if the operator is in a function that is passed to another
+    function."""
     pad, chunk, reason = decide(Batched(function), rows, {"batch": (2, 5)})["batch"]
     assert (pad, chunk) == ("no", False)
     named, _, trial = reason.partition("; ")

@@ -101,7 +101,8 @@ def test_no_word_gives_infinity_or_a_waiting_time_of_zero(dtype: torch.dtype) ->
 
 @given(words, words, st.integers(1, (1 << 63) - 1) | st.integers(1, 1 << 32))
 def test_integers_lie_in_their_range(low: int, high: int, span: int) -> None:
-    """Up to 2^31 it is the high word of 64 random bits times the range; above, 63 bits modulo the range. Neither overflows."""
+    """Up to a range of 2^31, an integer is 64 random bits times the range, divided by 2^64; above, 63 bits modulo the range.
+    Neither overflows."""
     integer = integers((torch.tensor(low), torch.tensor(high), *same(0)[:2]), span).item()
     drawn64 = low | high << 32
     assert integer == ((drawn64 * span) >> 64 if span <= 1 << 31 else (drawn64 & ((1 << 63) - 1)) % span)
@@ -193,7 +194,7 @@ def test_two_seeds_give_other_numbers(left: int, right: int) -> None:
 
 
 def test_no_block_occurs_twice_in_10000_calls_of_3_draws() -> None:
-    """4 elements each. Two of 120,000 random numbers of 63 bits are equal with a probability of 10^-9."""
+    """A draw has 4 elements. Among 120,000 random numbers of 63 bits, two are equal with a probability of 10^-9."""
     shared = torch.stack([schedule(torch.tensor([11, call])) for call in range(10_000)], -1).unsqueeze(-1)
     blocks = [bits63(block(torch.arange(4), shared, number)) for number in range(3)]
     assert {numbers.shape for numbers in blocks} == {(10_000, 4)}

@@ -1,4 +1,5 @@
-"""Norms and softmaxes before products of one row are computed for every column: the same numbers, if it is faster."""
+"""Norms and softmaxes before products of one row are computed again for every column if that is faster. The results stay the
+same."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def behind_another(x: Any) -> Any:
         (lambda x: F.linear(norm(x, 120).to(torch.bfloat16), weights(40, 120).to(torch.bfloat16)), 1),
         (attention, 2),
         (online, 2),
-        (shared, 2),  # two of the three products have the same number of columns and share theirs
+        (shared, 2),  # two of the three products have equally many columns, and share one repeated norm
         (behind_another, 2),
         (of_a_column, 1),
         (lambda x: F.linear(x, weights(40, 120)), 0),

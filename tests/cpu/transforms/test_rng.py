@@ -268,7 +268,7 @@ def test_dropout_between_the_layers_of_recurrent_networks(kind: type[nn.RNNBase]
 
 
 def test_attention_drops_weights() -> None:
-    """With one-hot values the output is the weights: kept ones are divided by 1 - p, as in PyTorch."""
+    """With one-hot values the output is the attention weights. Weights that are not dropped are divided by 1 - p, as in PyTorch."""
     program = exported(lambda x: F.scaled_dot_product_attention(x * 0, x * 0, torch.eye(8)[None].expand(x.shape), dropout_p=0.25),
                     lambda batch: (torch.rand(batch, 8, 8),), batch=(2, 500)).programs.first  # fmt: skip
     (weights,) = run(program, torch.rand(500, 8, 8))
@@ -291,7 +291,7 @@ def test_a_write_to_a_part_of_a_tensor_leaves_the_rest() -> None:
 
 
 def test_numbers_of_channels_last_images_keep_their_strides() -> None:
-    """torch.export decides by the strides which views are possible."""
+    """Which views are possible depends on the strides that torch.export sees."""
 
     def image(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.to(memory_format=torch.channels_last)
@@ -380,7 +380,7 @@ def test_functional_it_draws_the_same(smaller: Any) -> None:
 
 
 def test_the_program_can_be_moved_to_another_device() -> None:
-    """move_to_device_pass sets the device of every operation; `meta` stands for a GPU."""
+    """move_to_device_pass sets the device of every operation; here `meta` replaces a GPU."""
     moved = move_to_device_pass(exported(lambda x: (torch.rand_like(x), torch.randperm(x.shape[0]))).programs.first, "meta")
     assert moved.state_dict[RNG].device.type == "meta"
     for node in moved.graph.nodes:
@@ -439,7 +439,7 @@ def test_compiled_at_run_time_it_draws_the_same() -> None:
 
 
 def test_two_programs_of_one_model_share_nothing_but_the_seed() -> None:
-    """Draws are numbered within a program: the same seed gives two models the same numbers at the same place."""
+    """Draws are numbered within a program: with the same seed, draw N of two programs gives the same numbers."""
     first, second = [exported(lambda x: torch.rand_like(x)).programs.first for _ in range(2)]
     tensor = torch.rand(4, 8)
     assert torch.equal(run(first, tensor, seed=1)[0], run(second, tensor, seed=1)[0])
@@ -476,7 +476,7 @@ def random_operators() -> set[torch._ops.OpOverload]:
 
 def test_every_random_operator_of_pytorch_is_rewritten_or_refused_on_purpose() -> None:
     left = {op.name().removeprefix("aten::") for op in random_operators() - supported()}
-    left = {name for name in left if "names" not in name}  # named axes, which torch before 2.13 counts as random too
+    left = {name for name in left if "names" not in name}  # operators with named axes, which torch before 2.13 tags as random too
     assert left == {
         "poisson", "binomial",  # no inverse transform of fixed length
         "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data",  # packed sequences, which torch.export does not support

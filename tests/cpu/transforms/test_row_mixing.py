@@ -1,4 +1,4 @@
-"""Operators that mix rows: padded only if that cannot change any of their results, whatever the example shows."""
+"""Models with operators that mix rows are padded only if padding can change no result, for any input, not only for the example."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_large_operators_that_join_nothing_are_not_tried(
 
 
 def test_what_is_large_and_joined_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elements are combined with those of a tensor whose rows are not the call's, or that are in another order."""
+    """The models combine elements of rows with a large tensor whose rows are not rows of the call, or are in another order."""
     monkeypatch.setattr(operator_trials, "LARGE", 1)
     for function in (lambda m, x: x * x.flip(0), lambda m, x: x * torch.arange(x.shape[0]).flip(0)[:, None]):
         assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][0] == "no"

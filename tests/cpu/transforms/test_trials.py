@@ -1,4 +1,4 @@
-"""Trials of a build with inputs that no example has: indices keep the examples' range, and an index out of range raises IndexError
+"""A build tries a model with changed inputs. Indices stay in the range of the examples, and an index out of range raises IndexError
 on any device."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_what_is_in_range_passes(kind: str) -> None:
     with IndexGuard(), torch.no_grad():
         torch.testing.assert_close(IN_RANGE[kind](), wanted)
     torch.manual_seed(0)
-    torch.testing.assert_close(IN_RANGE[kind](), wanted)  # and leaves no side effect
+    torch.testing.assert_close(IN_RANGE[kind](), wanted)  # a refused operator leaves no side effect
 
 
 class GraphNetwork(nn.Module):
@@ -115,7 +115,7 @@ def labelled(batch: int) -> tuple[torch.Tensor, ...]:
 
 TRIED = [
     (Labels(), labelled, 0),
-    (GraphNetwork(), graph, 1),  # some of the nodes, with all edges
+    (GraphNetwork(), graph, 1),  # the trial has fewer nodes, but all edges
     (GraphNetwork(1), counted_from_one, 3),  # zeros as edges, which padding gives
 ]
 

@@ -1,4 +1,4 @@
-"""The changes between two tensors, and their distance, without a copy of all elements."""
+"""Changed elements between two tensors, and the largest difference, are found without a copy of all elements."""
 
 from __future__ import annotations
 

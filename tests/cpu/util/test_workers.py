@@ -1,4 +1,4 @@
-"""Workers return answers, errors with their code, and deaths; a worker takes one request or several."""
+"""Workers return answers, and errors with their code; a worker that dies is an error. A worker takes one request or several."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_whatever_else_ends_it_is_its_death(kind: Mapping[str, Any]) -> None:
 
 
 def test_there_are_as_many_workers_as_processors_may_be_used(kind: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container or under taskset the number is less than the machine's."""
+    """In a container or under taskset, fewer processors may be used than the machine has."""
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
     answers = ask(Kind(**kind), {number: Request(content="who", what="doing it") for number in range(3)})
@@ -143,7 +143,7 @@ PROC = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /pr
 
 @PROC
 def test_what_a_worker_started_ends_with_it(kind: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler of a worker that is ended because another one failed."""
+    """If one worker fails, the others are ended, and a compiler that they have started."""
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **more: popen(*arguments, **{"cwd": tmp_path, **more}))
     answers = ask(Kind(**kind), {name: Request(content=name, what="doing it") for name in ("compile", "who")}, 2)
@@ -183,7 +183,7 @@ def test_a_worker_that_starts_while_the_others_are_ended_is_not_waited_for(
         nonlocal calls
         calls += 1
         if calls == 2:
-            time.sleep(1)  # the first one has failed by then
+            time.sleep(1)  # until the first worker has failed
         return popen(*arguments, **more)
 
     monkeypatch.setattr(subprocess, "Popen", late)

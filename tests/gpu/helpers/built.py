@@ -24,7 +24,7 @@ TOKENS, VOCABULARY, WIDTH = 16, 256, 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A bundle and the model it was built from, on the GPU."""
+    """A bundle, and the model of the bundle, on the GPU."""
 
     path: Path
     network: nn.Module
@@ -32,7 +32,7 @@ class Case:
     tolerance: float
 
     def draw(self, batch: int, seed: int = 0) -> torch.Tensor:
-        """Draws an input on the GPU, which depends on the batch and the seed."""
+        """Returns a random input on the GPU, the same one for the same batch and seed."""
         with torch.random.fork_rng():
             torch.manual_seed(1000 * batch + seed)
             return self.inputs(batch)[0].cuda()

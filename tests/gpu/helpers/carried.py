@@ -1,10 +1,10 @@
 """Copies bundles to another machine without their weights, which that machine computes again from the model's seed.
 
-    python -m tests.gpu.helpers.carried pack CARRIED MODEL=BUNDLE...      here: copies all files except the weights
-    python -m tests.gpu.helpers.carried fill CARRIED                      there: writes the weights; exit status 1 if they differ
+    python -m tests.gpu.helpers.carried pack CARRIED MODEL=BUNDLE...      first machine: copies all files except the weights
+    python -m tests.gpu.helpers.carried fill CARRIED                      second one: writes the weights; status 1 if they differ
 
-MODEL is a model file, or `architecture:NAME` of tests/bench/builds/architectures.py.  The environment must be that of the build.
-Tensors that are not parameters or buffers of the model (constants of the program) are copied.
+MODEL is a model file, or `architecture:NAME` of tests/bench/builds/architectures.py.  Environment variables that the model reads
+must be those of the build. Tensors that are not parameters or buffers of the model (constants of the program) are copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small models that cannot be one graph."""
+"""Small models that a bundle cannot hold as one graph."""
 
 from __future__ import annotations
 

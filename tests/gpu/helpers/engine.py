@@ -1,7 +1,7 @@
-"""A hand-written engine: a decoder with a paged cache, and a graph captured by `torch.cuda.graph` for each number of lanes.
+"""A hand-written engine: a decoder with a paged cache. `torch.cuda.graph` captures a graph for each number of lanes.
 
-`python -m tests.gpu.helpers.engine ROLE FOLDER` runs one process of it. `save` captures graphs and saves them to FOLDER, `attach`
-attaches the saved graphs, `capture` only captures, for comparison. The last line of its output is JSON.
+`python -m tests.gpu.helpers.engine ROLE FOLDER` runs one process of the engine. `save` captures graphs and saves them to FOLDER,
+`attach` attaches the saved graphs, `capture` only captures, for comparison. The last line of its output is JSON.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 class Engine:
-    """Weights, which engines may share, and a cache and lanes for each engine."""
+    """Weights, which engines may share, and the cache and lanes of this engine."""
 
     def __init__(self, held: dict[str, torch.Tensor], pages: int = PAGES) -> None:
         self.weights, most = held, max(LANES)
@@ -160,7 +160,8 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def small_graphs() -> dict[str, Callable[[], tuple[dict[Any, torch.cuda.CUDAGraph], dict[str, torch.Tensor]]]]:
-    """Returns functions that make graphs and tensors, by name. Most of these must be refused. `kept` keeps their memory alive."""
+    """Returns, by name, functions that return graphs and tensors. `save_graphs` must refuse most of them. `kept` keeps their memory
+    alive."""
     x, y = torch.ones(64, device="cuda"), torch.zeros((), device="cuda")
     kept.append((x, y))
 
@@ -186,7 +187,7 @@ def small_graphs() -> dict[str, Callable[[], tuple[dict[Any, torch.cuda.CUDAGrap
         return graphs, tensors
 
     def filled() -> tuple[Any, Any]:
-        """The second graph reads memory of the capture pool that only the engine writes, no graph."""
+        """The second graph reads memory of the capture pool that no graph writes, only the engine."""
         first, second = [torch.cuda.CUDAGraph(keep_graph=True) for _ in range(2)]
         with torch.cuda.graph(first):
             held = torch.empty_like(x)

@@ -1,9 +1,9 @@
-"""Two images contain a kernel of the same name, and one of them is captured: tests which image the recorder names.
+"""Tests which image the recorder names for a captured kernel if several images contain a kernel of the same name.
 
 `python -m tests.gpu.helpers.names FOLDER`
 
-Prints "right" if it is the launched image; a lookup by name could not tell them apart.  It runs in its own process, because CUPTI
-must subscribe before CUDA starts.
+Prints "right" if it is the image of the launched kernel. It runs in its own process, because CUPTI must subscribe before CUDA
+starts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(folder: Path) -> str:
     (node,) = nodes
     assert isinstance(node, RawKernel) and node.symbol == "scale"
     same_name = sum("scale" in read_cubin(data).functions for data in images.values())
-    if node.image not in hashes:  # the driver returned other bytes than were loaded
+    if node.image not in hashes:  # no loaded image has these bytes
         return f"another image of {same_name}"
     return "right" if node.image == hashes[1] and same_name >= 3 else f"image {hashes.index(node.image)} of {same_name}"
 

@@ -1,4 +1,5 @@
-"""Measures the host memory of a command and its children: `python -m tests.gpu.helpers.peak_memory COMMAND...` prints it last."""
+"""Measures the host memory of a command and its children: `python -m tests.gpu.helpers.peak_memory COMMAND...` prints the peak in
+its last line."""
 
 from __future__ import annotations
 

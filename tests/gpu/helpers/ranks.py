@@ -75,7 +75,7 @@ class Ranks:
     def replay(self, graphs: Sequence[Any], ranks: Sequence[int] = ()) -> float:
         """Launches the graphs of `ranks` (default: all) and waits. Returns the milliseconds of the fastest rank."""
         chosen = ranks or range(self.world)
-        for rank in range(self.world):  # other streams may still fill the inputs
+        for rank in range(self.world):  # wait: other streams may still fill the inputs
             torch.cuda.synchronize(rank)
         for rank in chosen:
             self._current(rank)

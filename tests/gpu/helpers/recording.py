@@ -1,4 +1,4 @@
-"""Records a case of models.py, and writes the data that a replay without torch needs."""
+"""Records a case of models.py, and writes the data for replays in a process without torch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorde
 
 
 def check_recording(name: str, folder: Path, level: str) -> Recorded:
-    """Records a case and checks that it is deterministic, close to eager PyTorch, and replays at other addresses."""
+    """Records a case. Checks that it is deterministic and close to eager PyTorch, and that it can be replayed at other
+    addresses."""
     recorded, plain = record_case(name, folder, level)
     assert replay(folder) == "exact"
     bound = max(TF32, coarsest(export(name)[0]))

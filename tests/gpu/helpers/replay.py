@@ -1,7 +1,8 @@
 """Rebuilds recordings in a process without torch: `python replay.py PLAIN`, where recording.py wrote PLAIN.
 
-It checks the recorder without a bundle. Addresses differ from those of the recording. The arena and undefined bytes are filled with
-poison. All keys are replayed, then again in reverse order. Outputs must equal those of the recording process bit for bit.
+It checks the recorder without a bundle. Memory has other addresses than in the recording process. The arena and undefined bytes of
+parameters are filled with POISON. All keys are replayed, then again in reverse order. Outputs must equal those of the recording
+process bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Records many cases and describes each: `python -m tests.gpu.helpers.survey OUT name:level ...` (needs a GPU).
+"""Records many cases and prints a text about each: `python -m tests.gpu.helpers.survey OUT name:level ...` (needs a GPU).
 
-A line shows nodes and kinds, the classification of parameter words, tables, module state, arena, and the error against eager
-PyTorch. It also shows whether a new process without torch replayed it bit for bit. Cases run in child processes, `JOBS` at a time.
+The text shows nodes by kind, the census of parameter words (tests/helpers/census.py), tables, module state, arena, and the error
+against eager PyTorch. It also shows whether a new process without torch replayed the case bit for bit. Cases run in child
+processes, `JOBS` at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 
 def survey(name: str, level: str, folder: Path) -> str:
-    """Records one case and describes it."""
+    """Records one case and returns its text."""
     from cgcompile.errors import BuildError
     from tests.gpu.helpers.recording import record_case, replay
 

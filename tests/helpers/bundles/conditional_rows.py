@@ -1,6 +1,6 @@
 """A recording with a loop, a branch inside the loop and a branch after it.
 
-All nodes use memory `arena` only: copies, fills and the kernel that sets conditions. The recording runs on a GPU and against
+All nodes use memory `arena` only: copies, fills and the kernel that sets conditions. Tests run the recording on a GPU and against
 `fake_driver`.
 
     while turns[0]: output = [5 if choices[0] else 3, *output]; turns, choices = turns[1:], choices[1:]

@@ -1,13 +1,13 @@
-"""A small bundle for CUDA made by hand: what the tests of the backend run, on a GPU or against `fake_driver`.
+"""A small CUDA bundle, made by hand. Tests of the backend run it on a GPU or against `fake_driver`.
 
 Per key k its program computes, for n = 16 k floats,
 
     memset one ── add: sum = one + input ──┐
          └─────── memcpy: two = one ───────┴── combine: result = 3 sum + two + bias + table ── empty
 
-and a copy step moves `result` to the output.  `bias` and `table` are data symbols of the image, set by the module state: bias
-to 2.5, table to the address of weight "offsets" (0, 1, 2, ...).  The second parameter of `combine` is a struct whose last word
-is undefined.
+and a copy step moves `result` to the output.  `bias` and `table` are data symbols of the image. The module state sets `bias` to 2.5
+and `table` to the address of weight "offsets" (0, 1, 2, ...).  The second parameter of `combine` is a struct whose last word is
+undefined.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
 
 
 def manifest(arch: str = "sm_90", driver: int = 12000) -> Manifest:
-    """Returns the manifest of the bundle without weights and files."""
+    """Returns the manifest of the bundle. Its lists of weights and files are empty."""
     forward = EntrySpec(
         name="forward",
         inputs=(),

@@ -14,7 +14,7 @@ def llama_bundle() -> Path:
 
 
 def build(folder: Path, seed: int = 0) -> None:
-    """Builds both in `folder`, with random weights; needs torch and transformers."""
+    """Builds `llama` and `llama.cgb` in `folder`, with random weights; needs torch and transformers."""
     import torch
     import transformers
 

@@ -84,7 +84,7 @@ def self_test_tensors() -> dict[str, safetensors_writer.Tensor]:
 
 
 def manifest() -> Manifest:
-    """Returns a CPU manifest: y[batch, 2] = first(x[batch, 3]), batch 1 and 4, with a tied weight and without files."""
+    """Returns a CPU manifest: y[batch, 2] = first(x[batch, 3]), batch 1 and 4, with a tied weight and an empty list of files."""
     forward = EntrySpec(
         name="forward",
         dimensions=(Dimension(name="batch", sizes=SIZES, pad="rows", chunk=True, reason="rows do not depend on each other"),),

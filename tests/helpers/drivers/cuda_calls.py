@@ -32,7 +32,7 @@ def run(backend: CudaBackend, program: int, inputs: Sequence[Given | None], stre
 
 
 def replay(backend: CudaBackend, program: int, inputs: Sequence[Given | None], handle: Any) -> list[int]:
-    """Does what `run` does, inside `backend.locked`; `handle` is its result."""
+    """Does what `run` does, for a caller that has entered `backend.locked`, which returned `handle`."""
     places = static_buffers(backend, program)
     addresses = []
     for source, (target, size) in zip(inputs, places, strict=True):

@@ -48,8 +48,8 @@ def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list
 
 
 class Engine:
-    """Runs requests over the entries of a model or a bundle, `lanes` of them per call. It assigns pages and slots and takes them
-    back. With `adapters`, lanes pass an adapter index."""
+    """Runs requests over the entries of a model or a bundle, `lanes` of them per call. It assigns pages and slots to requests and
+    frees them. With `adapters`, every lane passes an adapter index."""
 
     def __init__(self, entries: Any, lanes: int = 4, blocks: int = 12, chunk: int = 16, *, adapters: bool = False) -> None:
         self.entries, self.lanes, self.blocks, self.chunk, self.adapters = entries, lanes, blocks, chunk, adapters
@@ -69,7 +69,8 @@ class Engine:
         return text["tokens"]
 
     def _lanes(self, names: list[Any]) -> tuple[Any, ...]:
-        """Returns (start, pages, slot, sampling), with the adapter after the slot if adapters are on. Unused lanes are off."""
+        """Returns (start, pages, slot, sampling), with the adapter after the slot if adapters are on. Unused lanes have slot 0 and
+        page 0."""
         texts = [self.texts[name] for name in names]
         off = self.lanes - len(texts)
         pages = [text["pages"] + [0] * (self.blocks - len(text["pages"])) for text in texts] + [[0] * self.blocks] * off

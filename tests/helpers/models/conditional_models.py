@@ -66,7 +66,7 @@ class ReadAfterwards(nn.Module):
 
 
 class Shifted(nn.Module):
-    """A loop step moves carried values to other positions and changes one of them: in both directions, and through a cast."""
+    """A loop step moves carried values to other positions, adds two of them, and casts one."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         def turn(i: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:

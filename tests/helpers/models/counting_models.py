@@ -206,7 +206,7 @@ class Ambiguous(nn.Module):
 
 
 class Sized(nn.Module):
-    """A computed number is the size of a tensor, after a branch that is traced."""
+    """After a branch that is traced, a number computed from data is the size of a tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:

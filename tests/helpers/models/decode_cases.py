@@ -21,8 +21,8 @@ def case(
     sinks: bool = False, lengths: tuple[int, ...] = (1, 0, 65, 130), device: str = "cpu", dtype: torch.dtype = torch.float32,
     page: int = 16,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Returns the arguments of `paged_decode` for lanes of these lengths. Pages are in random order. The third query is 5 positions
-    after its last token.
+    """Returns the arguments of `paged_decode` for lanes of these lengths. Pages are in random order. The position of the third
+    query is 5 greater than that of the last token of its lane.
     """
     generator = torch.Generator().manual_seed(0)
     batch, blocks = len(lengths), -(-max(lengths) // page)

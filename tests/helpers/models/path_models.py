@@ -154,7 +154,7 @@ class Best(Held):
 
 
 class Again(Held):
-    """A condition that is evaluated twice keeps its value; a Python counter decides how the loop goes on."""
+    """Uses one condition twice: its value must not change. A Python counter is part of the loop's condition."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         positive, turns = (x > 0).any(), 0
@@ -182,7 +182,7 @@ class Chosen(Held):
 
 
 class Nested(Held):
-    """Nested calls: a function waits for its argument on the stack of the Python frame."""
+    """Nested calls: `relu` is on the stack of the Python frame while its argument is computed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def state_near(program: Any, network: torch.nn.Module) -> None:
 
 
 def check_state(path: Path, device: str, mode: str = "graph", outputs: str = "copy") -> None:
-    """Checks that calls of several sizes share state, as buffers in eager PyTorch do, and that sessions do not."""
+    """Checks that calls of several sizes share state, as calls of an eager module share buffers, and that sessions do not."""
     network = running().to(device)
     first = copy.deepcopy(network)
     with cgbundle.load(path, mode=mode, outputs=outputs) as program, torch.no_grad():

@@ -15,7 +15,7 @@ Inputs = Callable[[int], tuple[Tensor, ...]]
 class Step(nn.Module):
     """One decoding step: writes a row to the cache at `place` and increments `place`.
 
-    In its inputs, `place` is the last one: a second run on the same memory would write out of bounds.
+    The inputs contain the last valid `place`, so a second run on the same memory would write out of bounds.
     """
 
     def __init__(self) -> None:

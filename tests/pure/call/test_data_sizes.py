@@ -1,4 +1,4 @@
-"""Outputs whose sizes depend on data: what a call returns for them, and which manifests are valid."""
+"""Outputs whose sizes depend on data: the arrays that a call returns, and which manifests are valid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ SIZES = (DataSize(output=0, axis=0, count=3), DataSize(output=1, axis=1, count=3
 
 
 def manifest(**changes: Any) -> Manifest:
-    """Returns the rows of the input [n, 2] whose first element is positive, the same rows as columns, and their number."""
+    """Returns the manifest: the outputs are the rows of the input [n, 2] with a positive first element, the same transposed, and
+    their number."""
     tree = {"dict": [[output.name, {"tensor": index}] for index, output in enumerate(OUTPUTS[:3])]}
     base = signature([dimension("n", 3, pad="no", chunk=False)], [spec("x", "n", 2)], OUTPUTS, result=tree)
     return edited(base, data_sizes=SIZES, **changes)
@@ -50,7 +51,7 @@ X = [[1.0, 2.0], [-1.0, 3.0], [4.0, 5.0]]
 
 @pytest.mark.parametrize("kind", ["numpy", "tensor"])
 @pytest.mark.parametrize("outputs", ["copy", "view"])
-def test_a_call_returns_what_counts(kind: str, outputs: str) -> None:
+def test_a_call_returns_the_true_sizes(kind: str, outputs: str) -> None:
     run = program(outputs)
     for rows in (X, [[-1.0, 0.0]] * 3, [[1.0, 2.0]] * 3):
         x = numpy.array(rows, numpy.float32)

@@ -1,4 +1,5 @@
-"""A call like an earlier one goes directly to its replay, with the same answers, errors and guards. Others take the full path."""
+"""A call like an earlier one goes directly to its replay, with the same answers, errors and guards. Other calls take the full
+path."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_it_is_a_copy_and_a_launch(program: Program, fake: FakeDriver) -> None:
     assert sorted(set(driver_calls)) == ["cuGraphLaunch", "cuMemcpyDtoDAsync"] and driver_calls.count("cuGraphLaunch") == 1
 
 
-def test_what_differs_takes_the_other_way(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_calls_take_the_full_path(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     program.replay([on_gpu(KEYS[0], 0)])
     monkeypatch.setattr(KnownCalls, "add", remembered)
     with raises("input-dtype"):
@@ -118,7 +119,7 @@ def test_a_driver_that_fails_lets_go_of_everything(program: Program, fake: FakeD
         with pytest.raises(MachineError):
             program.replay([value])
         if fake.calls[fake.fail_at] == "cuCtxPopCurrent":
-            fake._current.stack.pop()  # the failed call left it
+            fake._current.stack.pop()  # the failed pop has left the context on the stack
         fake.fail_at = -1
         assert not fake._current.stack
         program.replay([value])
@@ -154,7 +155,8 @@ def test_another_threads_session_is_busy(program: Program) -> None:
 def test_copies_are_the_drivers_where_the_library_gives_the_memory(
     program: Program, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the library allocates the memory, the driver copies. torch does so; here the runtime's own library has another name."""
+    """If the caller's library allocates the output, as torch does, the driver copies. Here the runtime's own library gets another
+    name."""
     monkeypatch.setattr(DLPack, "name", "another")
     monkeypatch.setattr(program, "_views", False)
     monkeypatch.setattr(program._outputs, "_views", False)
@@ -183,7 +185,7 @@ def test_copies_are_the_drivers_where_the_library_gives_the_memory(
     assert len(copies) == len(KEYS) + 1
 
 
-def test_of_one_shape_few_kinds_are_kept() -> None:
+def test_few_known_calls_are_kept_for_one_shape() -> None:
     calls, value = KnownCalls(), Tensor(1 << 20, "float32", (4,), (1,), None, 0)
     chosen = [0]
 
@@ -195,7 +197,7 @@ def test_of_one_shape_few_kinds_are_kept() -> None:
         calls.add([value], known(number))
         assert calls.last is not None and calls.last.replay([], ()) == [number]
     assert len(calls) == direct.LIKE and calls.find([value]) is not None
-    chosen[0] = 0  # the first call, which was dropped
+    chosen[0] = 0  # the first call is no longer kept
     assert calls.find([value]) is None
-    calls.add([value], known(-1))  # it does not recognize this call
+    calls.add([value], known(-1))  # this `known` never matches, like that of a call with other properties
     assert len(calls) == direct.LIKE and calls.find([]) is None

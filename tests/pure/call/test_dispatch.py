@@ -1,4 +1,4 @@
-"""The recorded keys that serve a call are those that a brute-force search finds. Refusals give the reason."""
+"""The recorded keys that are chosen for a call are those that a brute-force search finds. Refusals give the reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def cuts(dimension: Dimension, size: int, on_miss: str) -> list[Chunk]:
 
 
 def best(sizes: tuple[int, ...], size: int, *, exact: bool) -> tuple[int, int] | None:
-    """Returns (rows wasted, pieces) of the best way to make `size` of `sizes`. Tries all sums, those of few pieces first."""
+    """Returns (wasted rows, number of pieces) of the best sum of `sizes` that covers `size`. Tries all sums, first those of few
+    pieces."""
     sums, pieces, least_waste = {0}, 0, None
     while pieces < size:
         pieces += 1
@@ -106,7 +107,7 @@ def test_a_dimension_that_cannot_be_padded_is_cut_exactly_or_refused(sizes: tupl
 
 @pytest.mark.parametrize("sizes", [(7, 11), (4, 6, 9), (1,), (12,), (3, 5, 12)])
 def test_calls_far_above_the_largest_size_waste_no_more_than_close_ones(sizes: tuple[int, ...]) -> None:
-    """The shortcut for large calls gives what a full search gives. It uses the largest size most, and searches for the rest."""
+    """For large calls, a shortcut uses the largest size for most rows. It wastes no more rows than a full search."""
     largest = sizes[-1]
     for size in range(max(1, largest * largest - 3), largest * largest + 2 * largest + 3):
         assert best(sizes, size, exact=False) == (
@@ -171,7 +172,7 @@ def test_a_size_that_cannot_be_padded_names_the_dimension_and_the_reason() -> No
 
 @pytest.mark.parametrize("two_reasons", [True, False])
 def test_a_size_that_cannot_be_cut_names_the_dimension_and_why(two_reasons: bool) -> None:
-    """Older bundles give one reason for both."""
+    """Bundles of older versions have one reason for padding and chunks."""
     whole, why = "outputs depend on the padding; verified: padding with zeros changes no result", "outputs depend on the padding"
     reason, not_chunked = (whole, why) if two_reasons else (why, "")
     seq = dimension("seq", 32, 128, pad="zeros", chunk=False, reason=reason, not_chunked=not_chunked)
@@ -212,7 +213,7 @@ def test_nothing_to_run_is_refused(on_miss: str, size: int) -> None:
     ("sizes", "size", "expected"), [((7, 10**9), 20, [7, 7, 7]), ((10**9,), 1, [10**9]), ((3, 5, 10**12), 8, [5, 3])]
 )
 def test_a_large_recorded_size_costs_a_small_call_nothing(sizes: tuple[int, ...], size: int, expected: list[int]) -> None:
-    """A table with an entry for every size up to the largest would take all memory."""
+    """The planner must not make a table with an entry for every size up to the largest."""
     assert [cut.size for cut in cuts(dimension("d", *sizes), size, "chunk")] == expected
 
 

@@ -40,7 +40,8 @@ THREE = whole(PREFILL, DECODE, RESET)
 
 
 def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
-    """Computes a sum for even keys from 4 on (prefill), and twice the input for others. Keys show which entry was called."""
+    """Computes a sum for even keys from 4 on (prefill), and twice the input for other keys. So results show which entry was
+    called."""
     return [[sum(inputs[0])]] if key and len(inputs[0]) == key[0] else [[2 * value for value in inputs[0]]]
 
 
@@ -76,7 +77,7 @@ def test_a_program_without_forward_is_not_called_itself() -> None:
         run(numbers((4,)))
     assert caught.value.hint == "call program.prefill(...)" and not backend.calls
     run.prefill.watch(None)
-    run.watch(None)  # what the end of a profile does
+    run.watch(None)  # as at the end of a profile
     with raises("entry-missing"):
         run(numbers((4,)))
 
@@ -123,7 +124,7 @@ def test_an_entry_keeps_the_session_and_not_the_program() -> None:
     run, backend = program()
     decode, alive = run.decode, weakref.ref(run)
     del run
-    assert alive() is None and not backend.closed  # at once, without a garbage collection
+    assert alive() is None and not backend.closed  # freed at once, without a garbage collection
     assert decode(numbers((1, 2)))[0].tolist() == [[2.0, 4.0]]
     del decode
     gc.collect()
@@ -217,7 +218,7 @@ def test_a_shared_object_is_one_entrys() -> None:
 
 
 def test_entries_with_swapped_names_are_refused(tmp_path: object) -> None:
-    """Swapped names are refused. Both entries take the same inputs, so only their rows say which code belongs to which."""
+    """Both entries take the same inputs, so only the rows of the shared objects show that the names of the entries are swapped."""
     path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")  # type: ignore[operator]
     check_bundle(archive.Archive(str(path)))
     base = archive.read_manifest(str(path))

@@ -1,5 +1,5 @@
-"""Large outputs of the host are returned without a copy. They last, belong to no other caller, and share no byte with another
-tensor of the call."""
+"""Large outputs of the host are returned without a copy. Later calls do not change them, no other caller gets the same memory, and
+they share no byte with another tensor of the call."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def served(monkeypatch: pytest.MonkeyPatch, large: int, outputs: str = "copy", *
     return Program(TWO, backend, "pad", outputs), backend
 
 
-def test_large_ones_are_given_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With eight rows y has 96 bytes and the column 32. An output in another memory order is copied."""
+def test_large_outputs_are_not_copied_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With eight rows, y has 96 bytes and the column 32. The output in another memory order is copied."""
     run, backend = served(monkeypatch, 64)
     results = [run(numbers(8, first)) for first in (1, 50, 100)]
     for (y, first, turned), (addresses, taken), begin in zip(results, backend.replays, (1, 50, 100), strict=True):
@@ -101,7 +101,7 @@ def test_one_that_is_kept_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("size", "outputs", "static"), [(2, "copy", False), (5, "copy", False), (8, "copy", True), (8, "view", False)]
 )
-def test_others_are_copied(monkeypatch: pytest.MonkeyPatch, size: int, outputs: str, static: bool) -> None:
+def test_other_outputs_are_copied(monkeypatch: pytest.MonkeyPatch, size: int, outputs: str, static: bool) -> None:
     """Small outputs, outputs of a padded call, and outputs in memory that the next replay writes to are copied."""
     run, backend = served(monkeypatch, 64, outputs, static=static)
     results = run(numbers(size))
@@ -118,7 +118,7 @@ def test_what_shares_a_byte_is_not_apart(begin: int, other: int, source: int, si
     assert sorted(spans.apart((begin, other), (source,))) == wanted
 
 
-def test_what_lies_in_another_output_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_inside_another_output_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """An output that a compiler placed inside another one is copied, since a caller may write to each."""
     run, backend = served(monkeypatch, 16)
     replay = backend.run

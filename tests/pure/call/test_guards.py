@@ -1,4 +1,5 @@
-"""Guards and plans: the shapes of a call give what runs, or an error with the input, axis, expected and actual size."""
+"""Guards and plans: the shapes of a call select what runs, or give an error with the input, the axis, the expected and the actual
+size."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ def test_numbers_become_a_tensor_of_a_library_that_has_the_dtype(dtype: str, mak
 
 
 def test_tensors_in_a_container_are_passed_one_by_one() -> None:
-    tensor = memoryview(bytes(4))  # has a shape
+    tensor = memoryview(bytes(4))  # an object with a shape counts as a tensor
     for value, call in (([1, tensor], "program(*inputs)"), ((tensor,), "program(*inputs)"), ({"x": tensor}, "program(**inputs)")):
         hint = input_errors.unreadable(CallError("input-kind", "no"), MODEL.entries[0].inputs[0], value, "numpy").hint
         assert hint == f"every input is an argument of its own: {call}"

@@ -1,4 +1,5 @@
-"""Outputs that share memory with an input, state, a weight or each other: on both targets callers get what eager PyTorch gives."""
+"""Outputs that share memory with an input, state, a weight or another output: on both targets callers get the tensors that eager
+PyTorch gives."""
 
 from __future__ import annotations
 
@@ -247,7 +248,7 @@ def test_a_read_only_array_stays_read_only() -> None:
     assert outputs[3] is x and not outputs[4].flags.writeable
 
 
-# --- looks at other layouts ------------------------------------------------------------------------------------------
+# --- views in other layouts ------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -275,12 +276,12 @@ def looks(draw: st.DrawFn) -> tuple[Any, Any, Any, bool]:
 
 @settings(max_examples=400)
 @given(looks(), st.booleans())
-def test_a_look_lies_in_another_layout_where_numpy_takes_it(drawn: tuple[Any, Any, Any, bool], gaps: bool) -> None:
+def test_a_view_exists_in_another_layout_if_numpy_makes_one(drawn: tuple[Any, Any, Any, bool], gaps: bool) -> None:
     shape, take, other_order, apart = drawn
     base = numpy.arange(int(numpy.prod(shape)), dtype="float32").reshape(shape)
     seen = take(base)
     if not numpy.shares_memory(seen, base):
-        return  # eager PyTorch copies, too: no alias
+        return  # NumPy copied, as eager PyTorch does: the result is no view
     begin = seen.__array_interface__["data"][0] - base.__array_interface__["data"][0]
     spread = numpy.zeros([size * (2 if gaps else 1) for size in (shape[axis] for axis in other_order)], "float32")
     caller = spread[tuple([slice(None, None, 2 if gaps else 1)] * len(shape))].transpose(numpy.argsort(other_order))

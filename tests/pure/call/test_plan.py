@@ -1,4 +1,5 @@
-"""Which program a call or a key means, where inputs may lie, and which axes show a dimension: cases that test_guards.py omits."""
+"""Which program a call or a key selects, in which memory inputs may be, and which axes give a dimension's size: cases that
+test_guards.py omits."""
 
 from __future__ import annotations
 

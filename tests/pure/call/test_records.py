@@ -1,4 +1,4 @@
-"""Records are read like instances of the classes that they replace, without those classes."""
+"""Records replace instances of the user's classes, which the runtime does not have: they can be read in the same ways."""
 
 from __future__ import annotations
 

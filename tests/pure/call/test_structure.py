@@ -40,7 +40,7 @@ shapes = st.recursive(
 
 
 class Leaf:
-    """Stands for a tensor, and equals only itself."""
+    """Replaces a tensor; an instance equals only itself."""
 
 
 def grow(shape: Any, leaves: list[Leaf]) -> tuple[dict[str, Any], Any]:
@@ -64,7 +64,7 @@ def grow(shape: Any, leaves: list[Leaf]) -> tuple[dict[str, Any], Any]:
 
 
 def positional(call: dict[str, Any]) -> list[Parameter]:
-    """Returns parameters that may all be given by position. A constant is its own default."""
+    """Returns parameters that all may be passed by position. The default of a constant is its value."""
     return [Parameter(default=tree if "value" in tree else None) for _, tree in call["call"]]
 
 
@@ -74,7 +74,7 @@ def test_flattening_reverses_building(random_shapes: list[Any]) -> None:
     pairs = [grow(shape, leaves) for shape in random_shapes]
     call = {"call": [[f"input_{index}", tree] for index, (tree, _) in enumerate(pairs)]}
     check_call(call, len(leaves))
-    call = json.loads(json.dumps(call))  # the form in the manifest
+    call = json.loads(json.dumps(call))  # as it is after a manifest was read
     flatten = flattener(call, positional(call))
     values = [value for _, value in pairs]
     assert list(flatten(tuple(values), {})) == leaves

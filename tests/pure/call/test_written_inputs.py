@@ -1,4 +1,4 @@
-"""Inputs that a call mutates: what the caller's tensors hold afterwards, and which tensors are refused."""
+"""Inputs that a call mutates: the contents of the caller's tensors afterwards, and which tensors are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ADDED = 10.0
 
 
 class Writing(FakeBackend):
-    """A backend that adds 10 to every element of the mutated inputs after its replay, in the memory that it is given."""
+    """A backend that adds 10 to every element of the mutated inputs after its replay, in the memory that the call passes."""
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: object) -> FakeResults:
         results = super().run(program, addresses, device, stream)
@@ -63,7 +63,7 @@ class Writing(FakeBackend):
 
 
 def model(order: tuple[int, ...] = (0, 1), dtype: str = "float32") -> Manifest:
-    """Returns a manifest with y[batch, 3] = x before the call, and with the second input x mutated."""
+    """Returns a manifest: the second input x is mutated, and y[batch, 3] is x before the call."""
     manifest = signature(
         [dimension("batch", 2, 4, pad="no", chunk=False, reason="forward() writes to its input 'x'")],
         [spec("scale"), spec("x", "batch", 3, order=order, dtype=dtype), spec("other", 3)],
@@ -191,7 +191,7 @@ def test_read_only_arrays_are_refused() -> None:
     fresh = x.copy()
     for input_array in (scale, other):
         input_array.flags.writeable = False
-    run(scale, fresh, other)  # these are not written to
+    run(scale, fresh, other)  # the call does not write to these
 
 
 def test_a_number_of_numpy_is_refused() -> None:
@@ -213,7 +213,7 @@ def test_memory_that_is_used_twice_is_refused() -> None:
 
 
 class Lent:
-    """A tensor that another library lends through DLPack."""
+    """A tensor of another library, exported by DLPack."""
 
     def __init__(self, value: Any, versioned: bool) -> None:
         self.value, self.versioned = value, versioned
@@ -348,7 +348,7 @@ def test_written_inputs_are_positions(written: tuple[int, ...], words: str) -> N
 
 
 @pytest.mark.parametrize("change", [{"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}])
-def test_a_bundle_that_writes_neither_pads_nor_cuts(change: dict[str, Any]) -> None:
+def test_a_bundle_that_writes_inputs_cannot_be_padded_or_chunked(change: dict[str, Any]) -> None:
     manifest = model()
     with raises("manifest-invalid", match=r"dimensions\[0\].pad: batch is padded or chunked, and calls write to their inputs"):
         check_manifest(edited(manifest, dimensions=(replace(manifest.entries[0].dimensions[0], **change),)))
@@ -379,7 +379,7 @@ LEFT = 0x40400000
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
-    """Writes the bundle of cuda_bundles.py with recordings that at last fill their input with 3.0."""
+    """Writes the bundle of cuda_bundles.py, with a node at the end of each recording that fills the input with 3.0."""
     folder = tmp_path / "tiny.cgb"
     manifest = cuda_bundles.write(folder, b"an image")
     for key in KEYS:
@@ -455,7 +455,7 @@ def test_memory_of_the_cpu_is_updated_before_the_call_returns(fake: FakeDriver, 
 
 
 def test_a_bundle_that_does_not_write_copies_nothing_back(fake: FakeDriver, tmp_path: Path) -> None:
-    """The load decides whether anything has to be copied back."""
+    """Whether inputs must be copied back is decided when the bundle is loaded."""
     folder = tmp_path / "tiny.cgb"
     manifest = cuda_bundles.write(folder, b"an image")
     copies = []

@@ -1,4 +1,5 @@
-"""Two processes' takes of an engine become its graphs: what is relocated, and every refusal. Needs no GPU and no torch."""
+"""Takes of two processes (an engine's graphs as each read them) become the bundle's graphs: relocations, and every refusal. Needs
+no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ ONE, TWO = 0x7F00_0000_0000, 0x7E55_4000_0000
 
 
 class Process:
-    """An imaginary process of an engine: tensors `cache` and `x`, two pool segments in `order`, a live block of torch and an
-    allocation of a library."""
+    """An imaginary process of an engine, with tensors `cache` and `x`, two pool segments in `order`, a block that torch uses, and
+    an allocation of a library."""
 
     def __init__(self, base: int, order: tuple[int, int] = (0, 1), contents: bytes = b"") -> None:
         self.base, self.x, self.cache = base, base + MEGA, base + 2 * MEGA
@@ -102,7 +103,7 @@ class Process:
 
 
 def assembled(build: Any, orders: tuple[Any, Any] = ((0, 1), (1, 0)), **options: Any) -> AssembledEngine:
-    """Returns what two processes assemble to, each described by `build`."""
+    """Returns the result of `assemble` for two processes, which `build` describes."""
     takes = [build(Process(base, order)) for base, order in zip((ONE, TWO), orders, strict=True)]
     return assemble_engine(*takes, own_memory=options.get("own_memory", False))
 

@@ -1,4 +1,5 @@
-"""How ranges of two processes are paired, what two takes must have in common, and what words mean: cases written by hand."""
+"""Handwritten cases: which memory ranges of two processes are paired, what two takes (graphs of a process) must have in common, and
+which words are addresses."""
 
 from __future__ import annotations
 
@@ -208,7 +209,7 @@ PAIRED = PairedRanges(
 )  # fmt: skip
 
 
-def test_the_first_reading_that_both_have_is_meant() -> None:
+def test_the_first_common_reading_is_chosen() -> None:
     assert agree(word((0, 8)), word((0, 8)), PAIRED.pairing) == Reading(range=0, offset=8)
     assert agree(word((3, 8)), word((4, 8)), PAIRED.pairing) == Reading(range=3, offset=8)
     assert agree(word((5, 0), (1, 7), (0, 8)), word((0, 8), (1, 7)), PAIRED.pairing) == Reading(range=1, offset=7)
@@ -224,10 +225,10 @@ def test_the_first_reading_that_both_have_is_meant() -> None:
         ([(0, 8)], [(3, 16)], None),
         ([(3, 8)], [(0, 16)], None),
         ([(3, 8)], [(6, 16)], None),
-        ([(3, 512), (4, 0)], [(3, 0)], (4, 0)),  # the other process has a start there, so this is a start
+        ([(3, 512), (4, 0)], [(3, 0)], (4, 0)),  # in the other process the word is a start, so it is the start here
         ([(3, 512), (4, 0)], [(3, 511)], (4, 0)),
-        ([(3, 512), (4, 0)], [(3, 512)], (3, 512)),  # the other process has an end there
-        ([(3, 512), (4, 0)], [(3, 512), (5, 0)], (4, 0)),  # the other process allows both: a start
+        ([(3, 512), (4, 0)], [(3, 512)], (3, 512)),  # in the other process the word is an end, so it is the end here
+        ([(3, 512), (4, 0)], [(3, 512), (5, 0)], (4, 0)),  # in the other process it may be either: the start is chosen
         ([(3, 512), (4, 0)], [(3, 512), (0, 0)], (3, 512)),
         ([(3, 8), (4, 8)], [(5, 0)], None),  # two possible meanings
         ([(3, 512)], [(5, 0)], None),
@@ -292,13 +293,14 @@ def test_words_behind_one_that_is_no_address_are_classified() -> None:
 
 
 def test_weights_at_different_places_are_no_address() -> None:
-    """A word that points into weights at different places is a number. An 8B decoder's word at 160 was read as an address."""
+    """A word that is an address of different weights in the two processes is a number by chance. In an 8B decoder, the word at 160
+    was read as an address."""
     mine = Block(data=(0x7F12_0000_0001).to_bytes(8, "little"), words=(word((0, 8)),))
     theirs = Block(data=(0x7F0E_0000_0001).to_bytes(8, "little"), words=(word((0, 16)),))
     classified = classify(mine, theirs, PAIRED, spot)
     assert classified.relocations == () and classified.undefined == ((4, 1),)
     assert classified.data == bytes([1, 0, 0, 0, 0, 0x7F, 0, 0])
-    elsewhere = replace(theirs, words=(word((7, 16)),))  # a range beside the weights
+    elsewhere = replace(theirs, words=(word((7, 16)),))  # a range that is no weight
     assert classify(mine, elsewhere, PAIRED, spot) == classified
     with raises("address-disagrees", match="^word 0 is an address in both recordings, but not of the same place"):
         classify(mine, replace(theirs, data=bytes(8)), PAIRED, spot)
@@ -307,7 +309,8 @@ def test_weights_at_different_places_are_no_address() -> None:
 @pytest.mark.parametrize("kept", [0, 1, 2], ids=["weights", "inputs", "state"])
 @pytest.mark.parametrize("elsewhere", [3, 6], ids=["pool", "torch"])
 def test_a_place_of_weights_in_one_process_alone_is_no_address(kept: int, elsewhere: int) -> None:
-    """`topk` for 32 rows had such words: unused strides were an address of weights in one process, of the pool in the other."""
+    """`topk` for 32 rows had such words: unused strides looked like an address of weights in one process, and of the pool in the
+    other one."""
     mine = Block(data=b"\1" * 8, words=(word((kept, 8)),))
     theirs = Block(data=b"\2" * 8, words=(word((elsewhere, 8)),))
     for first, second in ((mine, theirs), (theirs, mine)):
@@ -318,7 +321,7 @@ def test_a_place_of_weights_in_one_process_alone_is_no_address(kept: int, elsewh
 
 
 def test_a_word_is_read_by_the_ranges_of_its_own_process() -> None:
-    """The driver knows a range in one process that the other process does not have."""
+    """One process has an additional range, so the same range has another number in each process."""
     ranges = (*RANGES[:6], Range(kind="torch", start=8500, size=64), *RANGES[6:])
     paired = replace(PAIRED, ranges=(RANGES, ranges), hosts=(frozenset({8}), frozenset({9})))
     mine = Block(data=b"\1" * 8, words=(word((0, 8)),))
@@ -462,7 +465,8 @@ def test_module_variables_differ() -> None:
 
 
 def test_the_number_below_stale_bytes_has_four_bytes() -> None:
-    """Words are addresses of weights at different places: their equal low bytes are a number, their high bytes are stale."""
+    """Both words look like addresses of different weights. Their low four bytes are equal and are a number; their high bytes are
+    left from before."""
     nothing = (frozenset[int](), frozenset[int]())
     paired = PairedRanges(ranges=(RANGES, RANGES), pairing={}, hosts=nothing, pools=nothing)
     word = Word(at=8, readings=(Reading(range=0, offset=5),))
@@ -480,7 +484,7 @@ def test_the_number_below_stale_bytes_has_four_bytes() -> None:
 
 
 def test_the_most_votes_pair_two_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Range 3 of one process meets range 4 of the other process once, and range 3 twice."""
+    """In one pair of words range 3 of one process occurs with range 4 of the other one, in two pairs with range 3."""
     one, two = [Take.__new__(Take) for _ in range(2)]
     for take in (one, two):
         object.__setattr__(take, "ranges", RANGES)

@@ -1,4 +1,5 @@
-"""Two takes of one graph become one recording: pairing, classification, placement, and every refusal. Needs no GPU and no torch."""
+"""Two takes (a graph as two processes read it) become one recording: pairing, classification of words, placement, and every
+refusal. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ A_BASE, B_BASE = 0x7F00_0000_0000, 0x7E55_4000_0000
 
 
 def only(a: Take, b: Take) -> KernelNode:
-    """Returns the only kernel node that two takes assemble to."""
+    """Returns the only kernel node of the recording of two takes."""
     node = assemble(a, b, MEGA).graphs[KEY][0].recording.nodes[0]
     assert isinstance(node, KernelNode)
     return node
@@ -125,7 +126,8 @@ def test_words_become_relocations_constants_and_undefined_bytes() -> None:
 
 
 def test_a_number_of_rows_among_the_parameters_is_refused() -> None:
-    """The second recording has more rows of state. A kernel on that state with another number computes with that number."""
+    """The second process has more rows of state. If a number among a kernel's parameters differs too, the kernel computes with the
+    number of rows."""
 
     def takes(first: int, second: int, offset: int) -> list[Take]:
         pair = []
@@ -211,7 +213,7 @@ def test_an_address_of_two_places_is_refused_with_kernel_and_parameter() -> None
 
 
 def test_where_two_processes_chose_other_blocks_of_the_pool_the_first_one_counts() -> None:
-    """torch takes the free block with the lowest address among blocks of one size, and addresses differ between processes."""
+    """Of free blocks of one size, torch takes the one with the lowest address, and addresses differ between processes."""
     a, b = Process(A_BASE), Process(B_BASE)
     same = (64, 128, 192)
     takes = []
@@ -224,7 +226,7 @@ def test_where_two_processes_chose_other_blocks_of_the_pool_the_first_one_counts
 
 @pytest.mark.parametrize("inside", [0, 1 << 20], ids=["other-beginning", "inside"])
 def test_a_beginning_that_is_also_an_end_is_the_beginning_where_two_processes_chose_other_places(inside: int) -> None:
-    """Three segments of one size are adjacent: every start but the first is also an end."""
+    """Three segments of one size are adjacent: every start except the first one is also the end of a segment."""
     takes = []
     for base, chosen, offset in ((A_BASE, 1, 0), (B_BASE, 2, inside)):
         ranges = [Range(kind="weights", start=base, size=256), Range(kind="inputs", start=base + 4096, size=256)]
@@ -250,7 +252,8 @@ def test_pools_of_other_keys_and_freed_memory_are_no_addresses() -> None:
 
 
 def test_memory_of_a_library_may_begin_where_the_pool_of_another_key_ends() -> None:
-    """In one process cuFFT's table began at such an end. Its pointer was taken for data, and the build was refused."""
+    """In one process cuFFT's table began at the end of another key's pool. Before the fix, its pointer was treated as data, and the
+    build was refused."""
     process = Process(A_BASE)
     end = process.other + 2 * MEGA
     process = Process(A_BASE, foreign={end: Pointee(kind="device", start=end, size=MEGA)})
@@ -281,7 +284,7 @@ def test_a_constant_table_is_kept_behind_the_weights() -> None:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_an_allocation_that_the_graph_fills_is_scratch(copied: bool) -> None:
-    """A library clears its workspace in every replay. Both processes hold zeros there, but it is no constant."""
+    """A library clears its workspace in every replay. It holds zeros in both processes, but it is not a constant table."""
     takes = []
     for p in (Process(A_BASE), Process(B_BASE)):
         target, source = p.word(p.table), p.word(p.segments[0])
@@ -476,7 +479,7 @@ def test_the_segment_of_a_donated_output_lies_below_what_all_share(output: int) 
     (graph,) = assembled.graphs[KEY]
     (node,) = graph.recording.nodes
     assert isinstance(node, KernelNode)
-    shared = 2 * SEGMENT_ALIGN  # behind PAD unused bytes, at a multiple of a segment's alignment
+    shared = 2 * SEGMENT_ALIGN  # after PAD unused bytes, at a multiple of a segment's alignment
     places = [0, shared] if output == 0 else [shared, 0]
     assert [relocation.target.offset for relocation in node.relocations[:2]] == [places[0], places[1] + 512]
     assert graph.outputs[0].offset == [places[0], places[1] + 512][output]

@@ -1,4 +1,5 @@
-"""Captured graphs with branches and loops between them become one list of rows, and back, and two takes become one recording."""
+"""Captured graphs with branches and loops between them become one list of rows, and back. Two takes (lists of two processes) become
+one recording."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ EDGE = (0, 0, 0)
 
 
 def fill(number: int) -> RawMemset:
-    """Returns a node that its value identifies."""
+    """Returns a fill with this value, which identifies it."""
     return RawMemset(target=Word(at=0, readings=()), shape=(number, 1, 1, 1, 0))
 
 
@@ -52,7 +53,7 @@ def captured(draw: st.DrawFn) -> Piece:
 
 @st.composite
 def regions(draw: st.DrawFn, depth: int = 0) -> list[Piece]:
-    """Draws graphs, branches and loops in the order of a walk. The conditionals have no numbers yet."""
+    """Draws graphs, branches and loops in the order of execution, bodies included. The conditionals have no numbers yet."""
     pieces: list[Piece] = []
     for _ in range(draw(st.integers(0, 3))):
         pieces.append(draw(captured()))
@@ -128,7 +129,7 @@ def test_two_takes_become_a_recording_that_runs_in_their_order(pieces: list[Piec
 
 
 def followed(recording: Recording, table: Table) -> list[object]:
-    """Returns what a recording does in order, with every body once: the values of fills and the bytes of conditions."""
+    """Returns the actions of a recording in order, with every body once: the values of fills, and the addresses of conditions."""
     graphs: list[list[int]] = [[] for _ in table.spans()]
     for position in launch_order(table):
         graphs[table.graph(position)].append(position)
@@ -153,7 +154,7 @@ def followed(recording: Recording, table: Table) -> list[object]:
 
 
 def walked(rows: list[RawRow]) -> list[object]:
-    """Returns the same for the rows of a take."""
+    """Returns the same as `followed`, for the rows of a take."""
     stack: list[list[list[object]]] = [[[]]]
     types: list[str] = []
     for row in rows:

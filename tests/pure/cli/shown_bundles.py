@@ -33,7 +33,7 @@ def write(
     change: Change | None = None,
 ) -> Path:
     """Writes the bundle to `folder` and returns it. `record` makes the recording for an image's name and a batch; `change` edits
-    the manifest before it is sealed. Batches are at most 8, so the places in the arena do not move.
+    the manifest before it is sealed. Batches are at most 8, because the offsets in the arena are fixed.
     """
     folder.mkdir()
     base = cuda_bundles.write(folder, b"\x7fELF, but not really")

@@ -37,7 +37,7 @@ REPORT = Report(
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns the command over a given report, as the shell would run it. `call.options` holds the options that the library got."""
+    """Returns a function that runs the command with a given report. `call.options` holds the library's options."""
 
     def run(report: Report, *arguments: str) -> Result:
         def check(model: str, **options: Any) -> Report:

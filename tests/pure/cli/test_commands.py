@@ -113,7 +113,7 @@ def test_a_mistyped_option_is_told_with_the_right_one() -> None:
     assert refused(call("build", "m.py", "--sizes"), 2) == "error: option '--sizes' requires an argument"
 
 
-# --- no bundle, or not one we read --------------------------------------------------------------------------------
+# --- paths without a bundle, or with one of another version --------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ON_A_BUNDLE)

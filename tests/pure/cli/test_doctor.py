@@ -82,7 +82,7 @@ def test_without_torchs_libraries_standalone_bundles_run_where_the_processor_doe
     assert (by_name["cpu"].standalone, by_name["cpu"].not_run) == (True, "libtorch_cpu.so not found")
     foreign = by_name["x86-64-v3" if os.uname().machine == "aarch64" else "armv8-a"]
     assert not foreign.standalone and "the code is for" in foreign.not_run and "proved" not in foreign.not_run
-    assert foreign.not_built.startswith(f"target {foreign.name}: {foreign.not_run}; ")  # the same reason for both
+    assert foreign.not_built.startswith(f"target {foreign.name}: {foreign.not_run}; ")  # run and build have the same reason
     shown = " ".join(call("targets").output.split())
     assert "cpu processors like this one yes what needs no torch" in shown
 

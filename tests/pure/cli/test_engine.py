@@ -1,4 +1,4 @@
-"""What the commands show of a bundle of an engine's graphs, and what they refuse in one line."""
+"""Commands over a bundle of an engine's graphs: what they show, and what they refuse in one line."""
 
 from __future__ import annotations
 

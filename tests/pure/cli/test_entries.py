@@ -84,7 +84,7 @@ def test_the_page_has_sections_for_every_entry(tmp_path: Path) -> None:
     assert len(anchors) == len(set(anchors))
 
 
-def test_a_bundle_is_like_itself() -> None:
+def test_a_bundle_does_not_differ_from_itself() -> None:
     code, text = call("diff", BUNDLE, BUNDLE)
     assert code == 0 and "no difference" in text
 

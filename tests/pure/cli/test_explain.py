@@ -56,7 +56,7 @@ def test_every_one_has_a_cause_and_a_cure(explanation) -> None:  # type: ignore[
 
 
 def test_padding_is_explained_reason_by_reason() -> None:
-    """`build` tells people to ask for it, and they may not have the source tree."""
+    """The output of `build` names `cgcompile explain padding`, because users may not have the source tree."""
     text = explain("padding")
     assert text.startswith("padding  what `build` and `inspect` say under that word\n")
     for reason in REASONS:

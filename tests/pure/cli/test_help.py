@@ -74,7 +74,7 @@ def test_the_summary_of_a_command_is_not_cut(command: str) -> None:
 
 
 def examples() -> list[tuple[str, str]]:
-    """Returns (command, line) for every line of a help text that can be typed."""
+    """Returns (command, line) for every line of a help text that is an example command."""
     texts = {command: GROUP.commands[command].help or "" for command in COMMANDS}  # type: ignore[attr-defined]
     lines = [(command, line.strip()) for command, text in texts.items() for line in text.splitlines()]
     return [(command, line) for command, line in lines if line.startswith("cgcompile ")]
@@ -87,7 +87,7 @@ def test_examples_in_help_can_be_typed(command: str, line: str) -> None:
     GROUP.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]  # parses, runs nothing
 
 
-def test_there_are_examples() -> None:
+def test_help_has_examples() -> None:
     assert {"build", "check", "run"} <= {command for command, _ in examples()}
 
 

@@ -71,7 +71,7 @@ def test_a_build_takes_what_its_hints_name(option: str) -> None:
 
 
 def test_what_is_to_be_installed_is_what_the_package_asks_for() -> None:
-    """Hints name an extra of cgcompile, or the packages of its extras with the versions in pyproject.toml."""
+    """Packages in hints are an extra of cgcompile, or packages of its extras with the versions in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = {requirement for extra in extras.values() for requirement in extra} | {f"cgcompile[{name}]" for name in extras}

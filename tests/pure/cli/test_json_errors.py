@@ -114,7 +114,7 @@ def test_an_interrupt(error: BaseException, status: int, said: str, capsys: pyte
         ("interrupted", ""),
     ],
 )
-def test_where_a_message_says_it_is(message: str, where: str) -> None:
+def test_the_place_in_a_message(message: str, where: str) -> None:
     assert place(message) == where
 
 

@@ -139,7 +139,7 @@ RULE = re.compile(r"([^{}/]+)\{([^{}]*)\}")
 
 
 def test_a_narrow_screen_has_rows_whose_cells_say_what_they_are(tmp_path: Path) -> None:
-    """At 390 pixels no table has columns, so none is clipped. Every table has its own box, so none widens the page."""
+    """At 390 pixels no table has columns, so that none is clipped. Every table has its own box, so that none widens the page."""
     for text in (page_text(GPT), page_text(shown_bundles.write(tmp_path / "t.cgb"))):
         assert text.count("<table") == len(re.findall(r'<div class="scroll"><table', text)) > 3
         for table in re.findall(r"<table.*?</table>", text, re.DOTALL):
@@ -147,7 +147,7 @@ def test_a_narrow_screen_has_rows_whose_cells_say_what_they_are(tmp_path: Path) 
             for row in re.findall(r"<tr>(.*?)</tr>", table.partition("</thead>")[2], re.DOTALL):
                 cells = re.findall(r"<td[^>]*>", row)
                 labels = [re.search(r'data-h="([^"]*)"', cell) for cell in cells]
-                if 'class="nodes"' not in table:  # cells of other tables say it where their text does not
+                if 'class="nodes"' not in table:  # tables of nodes label only some cells
                     assert [label[1] if label else "" for label in labels] == (heads or [""] * len(cells))
     narrow = Page(page_text(GPT)).raw["style"].partition("@media (max-width: 44rem)")[2].partition("@media print")[0]
     assert "overflow-x" not in narrow and "nowrap" not in narrow and "td[data-h]::before" in narrow
@@ -264,7 +264,7 @@ def test_hostile_names_change_nothing_but_text(tmp_path: Path) -> None:
     one, other = (Page(text) for text in (benign, evil))
     assert (one.raw, one.values("id"), one.values("href")) == (other.raw, other.values("id"), other.values("href"))
     texts = "".join(other.texts)
-    # the call that loads it uses a variable there: no parameter name becomes code
+    # one text less: the example call uses a variable instead of the parameter's name, so that no name becomes code
     assert texts.count(name) + 1 == "".join(one.texts).count("plain") > 20
 
 
@@ -324,7 +324,7 @@ def test_an_empty_file_and_a_link_are_filled(bundle: Path, tmp_path: Path) -> No
     assert link.is_symlink() and file.read_text() == page_text(bundle) and stat.S_IMODE(file.stat().st_mode) == 0o640
 
 
-def test_where_a_page_cannot_go(bundle: Path, tmp_path: Path) -> None:
+def test_destinations_that_a_page_refuses(bundle: Path, tmp_path: Path) -> None:
     other = tmp_path / "thesis.html"
     other.write_text("<!DOCTYPE html>\n<p>three years of work")
     assert "is not a report of cgcompile" in refused(call("inspect", bundle, "--html", other))

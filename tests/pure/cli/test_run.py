@@ -33,7 +33,7 @@ def call(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def bundle() -> Path:
-    """Returns a bundle whose calls change its state and an input. Skips the test where the bundle cannot run."""
+    """Returns a bundle whose calls change its state and an input. Skips the test if this machine cannot run the bundle."""
     try:
         load(STATE).close()
     except MachineError as error:

@@ -1,4 +1,4 @@
-"""A shared object's constants are compared with the weights that a bundle binds to them. A fake library plays the object."""
+"""A shared object's constants are compared with the weights that a bundle binds to them. A fake library replaces the object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.raising import raises
 
 FLOAT32, INT32 = 6, 3
 CONSTANTS = [("model_w", "model.first.weight", FLOAT32, 64), ("rng", "first.bias", FLOAT32, 64)]
-"""(own name, name in the model, dtype, bytes) of each constant that the code needs."""
+"""(name in the code, name in the model, dtype, bytes) of each constant that the code needs."""
 
 WEIGHT, BIAS, _ = manifest().weights
 

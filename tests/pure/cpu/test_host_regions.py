@@ -1,4 +1,4 @@
-"""How a shared object is opened: which calls its library gets, and how its constants are compared with the weights."""
+"""How a shared object is opened: which functions of its library are called."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Library:
 def test_handles_that_a_container_forgets_are_asked_for(
     built_with: str, version: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only code of torch 2.13 needs it: other containers free these handles, and a second free would end the process."""
+    """Only containers of torch 2.13 do not free these handles. Other containers free them, and a second free would end the
+    process."""
     library = Library()
     monkeypatch.setattr(host_region, "load_shared_object", lambda data, where, functions: library)
     monkeypatch.setattr(host_region, "version_of", lambda library_: version)

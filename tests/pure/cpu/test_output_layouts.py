@@ -1,4 +1,5 @@
-"""A shared object's outputs are compared with the rows. A fake torch library returns what the test prescribes."""
+"""Dtypes, shapes and strides of a shared object's outputs are compared with the manifest. A fake torch library returns
+what the test prescribes."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def test_strides_of_one_element_may_change() -> None:
 
 
 def test_an_output_that_shares_memory_is_not_compared() -> None:
-    """The code returns a copy of it, but a caller gets the memory that it shares."""
+    """The code returns a copy of such an output, but a caller gets the memory that the output shares."""
     torch = FakeTorch()
     torch.tensors = [(FLOAT32, (4, 2), (2, 1), Y), (INT32, (7,), (3,), numbers(8, 9))]
     layouts_of(torch, two_outputs(Alias(output=1, memory="outputs", index=0))).addresses(HANDLES)

@@ -26,7 +26,7 @@ def test_vectors_of_another_length_are_another_processor(monkeypatch: pytest.Mon
 
 
 def test_what_no_compiler_writes_by_itself_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processors that differ only in such features run each other's bundles."""
+    """So processors that differ only in such features run the same bundles."""
     monkeypatch.setattr("cgbundle.cpu.machine.processor_flags", lambda: frozenset({"avx2"}))
     check_features(("avx2", "rdseed", "clwb"))
     with raises("wrong-machine", match="this processor lacks avx512f, which"):

@@ -1,4 +1,4 @@
-"""Updated weights on the CPU begin at a cache line, which the code that reads them was compiled for."""
+"""Updated weights on the CPU begin at a cache line, because the code that reads them was compiled for this alignment."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ class LateDriver(FakeDriver):
 
     def later(self, stream: int, run: Callable[[], object], address: int = 0) -> None:
         """Enqueues `run`, which uses pinned memory at `address`."""
-        if self.working:  # inside a graph's node
+        if self.working:  # called from a node of a graph, which runs now
             run()
         else:
             self.queue.append((int(stream), run, address))
 
     def work(self, stream: int | None, end: int | None = None) -> None:
-        """Runs what is enqueued on a stream (None: on any) up to a mark."""
+        """Runs work that is enqueued on a stream (None: on any), before item `end` if given."""
         for place, item in enumerate(self.queue[:end]):
             if item is not None and stream in (None, item[0]):
                 self.queue[place] = None

@@ -1,4 +1,4 @@
-"""Graphs of an engine over the caller's tensors: what they compute, what is refused, and that nothing is left behind."""
+"""Graphs of an engine over the caller's tensors: results, refusals, and that no object of the driver remains."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_poison_changes_nothing(fake: FakeDriver, path: Path) -> None:
 
 
 def built(fake: FakeDriver) -> int:
-    """Returns the number of executable graphs that the driver was asked for."""
+    """Returns the number of executable graphs that were built."""
     return fake.calls.count("cuGraphInstantiate")
 
 
@@ -115,7 +115,7 @@ def test_graphs_are_built_in_the_background(fake: FakeDriver, path: Path) -> Non
 
 
 def test_no_graph_is_built_in_the_background_while_graphs_are_replayed(fake: FakeDriver, path: Path) -> None:
-    """The engine's thread would wait for the interpreter's lock: vLLM lost 5 to 17 % of its tokens/s with one lane."""
+    """Otherwise the engine's thread waits for the interpreter's lock: vLLM lost 5 to 17 % of its tokens/s with one lane."""
     with cgbundle.attach(path, tensors(Memory(512), Memory(512)), lazy=True) as graphs:
         steps = graphs._rest()
         graphs[8, "rows"].replay()
@@ -139,7 +139,7 @@ def test_a_graph_that_cannot_be_built_is_built_at_the_next_replay(fake: FakeDriv
             except CgbundleError:
                 failures += 1
                 if fake.calls[fake.fail_at] == "cuCtxPopCurrent":
-                    fake._current.stack.pop()  # the failed call left it
+                    fake._current.stack.pop()  # the failed pop has left the context on the stack
             fake.fail_at = -1
             graphs[8, "rows"].replay()
             assert out.read(8 * FLOATS) == expected(values), f"call {number}"
@@ -187,8 +187,8 @@ def test_whichever_call_fails_nothing_is_left(fake: FakeDriver, path: Path) -> N
                 graphs.close()
             except CgbundleError:
                 failures += 1
-        name = failing.calls[number] if number < len(failing.calls) else ""  # an upload thread may come before or after
-        if not any(word in name for word in ("Destroy", "Free", "Unload", "Release", "PopCurrent", "Exchange")):  # this stays
+        name = failing.calls[number] if number < len(failing.calls) else ""  # calls of the upload thread may change the order
+        if not any(word in name for word in ("Destroy", "Free", "Unload", "Release", "PopCurrent", "Exchange")):  # may remain
             assert not failing.live and not failing.retained, name
     assert failures > 30
 

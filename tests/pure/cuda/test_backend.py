@@ -1,4 +1,4 @@
-"""The CUDA backend on a fake driver: right results in order, and nothing left behind, whichever call fails."""
+"""The CUDA backend on a fake driver: results are right and in order, and no object of the driver remains, whichever call fails."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, b
             "Unload",
             "Release",
             "PopCurrent",
-        )  # what this failed call should have freed remains
+        )  # the failed call should have freed these
         failed = fake.calls[number] if number < len(fake.calls) else ""
         if not any(word in failed for word in give_back):
             assert not fake.live, failed
@@ -238,7 +238,7 @@ def test_without_a_driver(bundle: tuple[Manifest, Path], monkeypatch: pytest.Mon
 
 
 def test_a_driver_without_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old driver lacks only the newest functions. Here the C library replaces it and has none."""
+    """A driver may lack newer functions. Here the C library replaces the driver, and has no function of it."""
     monkeypatch.setattr(libcuda, "LIBRARY", "libc.so.6")
     with raises("driver-too-old", match="has no cuGraphLaunch, which"):
         libcuda.Driver().cuGraphLaunch(1, 2)
@@ -297,7 +297,7 @@ def test_an_image_that_is_not_there(fake: FakeDriver, bundle: tuple[Manifest, Pa
 
 
 def test_an_image_that_is_cut_off_never_reaches_the_driver(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    """The driver gets no length, so it would read past the end."""
+    """The driver does not know the length of an image, and would read past the end."""
     manifest, folder = bundle
     cubin = next((GOLDEN / "v1" / "state.cgb" / "kernels").iterdir()).read_bytes()
     (image,) = (folder / "kernels").iterdir()
@@ -323,7 +323,7 @@ def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path],
         opened(manifest, folder)
 
 
-# --- the weights' way -----------------------------------------------------------------------------------------
+# --- the upload of weights ------------------------------------------------------------------------------------
 
 
 def weight(name: str, tensor: str, offset: int) -> Weight:
@@ -363,7 +363,8 @@ def test_chunks_cover_the_pieces_once() -> None:
 
 
 def ways(monkeypatch: pytest.MonkeyPatch, readers: int, slots: int, chunk: int, lanes: int) -> upload.Way:
-    """Returns a way with small chunks that uses lanes whatever the page cache holds."""
+    """Returns settings of an upload with small chunks and lanes (reads by glibc's threads), as if the file were in the page
+    cache."""
     monkeypatch.setattr(upload, "is_cached", lambda file: True)
     return upload.Way(readers, slots, True, chunk, lanes)
 
@@ -390,7 +391,7 @@ def test_many_small_chunks_by_several_threads(
 def test_where_memory_cannot_be_pinned_all_arrives(
     pinned: bool, lanes: int, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With eight readers and one sender, there are fewer slots than groups. Groups of several tensors are uploaded, too."""
+    """There are eight readers, and fewer slots than groups. Some groups have several tensors."""
     if not pinned:
         monkeypatch.setattr(fake, "cuMemHostRegister", lambda *arguments: 801, raising=False)
     _, folder = bundle
@@ -448,7 +449,7 @@ def test_an_upload_that_is_stopped_lets_go(
 def test_lanes_are_for_the_page_cache_and_glibc(
     cached: bool, there: bool, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "AsyncReads", None)  # a call of it would fail
+    monkeypatch.setattr(lanes, "AsyncReads", None)  # must not be called
     how = ways(monkeypatch, 3, 2, 64, 2)
     monkeypatch.setattr(upload, "is_cached", lambda file: cached)
     monkeypatch.setattr(lanes, "available", lambda: there)
@@ -496,7 +497,7 @@ def test_what_is_not_in_the_page_cache_is_announced_and_read(
         assert ctypes.string_at(base, 480) == data[20:]
         driver.call("cuMemFree", base)
     context.release()
-    # the first group is read earlier; from the second on, each is announced once, two groups ahead
+    # the first group is read directly; every later group is announced to the kernel once, two groups before it is read
     assert asked == ([] if cached else [(64, 64), (128, 64), *[(at, 64) for at in range(192, 448, 64)], (448, 52)])
 
 

@@ -1,5 +1,5 @@
-"""Loads and calls make the same driver calls with the same arguments as before. `python -m tests.pure.cuda.test_call_logs` writes
-new logs after an intended change."""
+"""Loads and calls make the same driver calls with the same arguments as in the recorded logs. After an intended change, `python -m
+tests.pure.cuda.test_call_logs` writes new logs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CAPTURED = 64
 
 
 class Calls:
-    """A scenario's driver, its torch, and the lines of its log: a title for each call, and the driver calls that it made."""
+    """The fake driver and torch of a scenario, and the lines of its log: a title for each call, followed by its driver calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.driver, self.lines = folder, LoggingDriver(), list[str]()
@@ -76,7 +76,7 @@ def far(calls: Calls, data: array[float], *shape: int) -> Tensor:
 
 
 def plain(folder: Path, pad: str = "rows", **changes: Any) -> Manifest:
-    """Writes the bundle of `cuda_bundles` with a signature and independent rows."""
+    """Writes the bundle of `cuda_bundles` with a signature; its rows are independent."""
     manifest = cuda_bundles.write(folder, b"an image")
     signed = state_bundles.write(folder.with_name("signed.cgb")).entries[0]
     changed: Manifest = edited(
@@ -93,7 +93,7 @@ def plain(folder: Path, pad: str = "rows", **changes: Any) -> Manifest:
 
 
 def in_one_step(manifest: Manifest) -> Manifest:
-    """Changes each program to return what its recording makes, without a step that copies it."""
+    """Removes the copy step of each program: the output is the value that the recording writes."""
     rows = manifest.entries[0].programs
     changed: Manifest = edited(manifest, programs=tuple([replace(row, steps=row.steps[:1], outputs=(1,)) for row in rows]))
     return changed
@@ -105,7 +105,7 @@ def program(calls: Calls, manifest: Manifest, mode: str, outputs: str, **options
 
 
 def calls_of_plain(calls: Calls, program: Program) -> None:
-    """Makes calls of every kind that a signature of one input allows, one after the other and in a drawn order."""
+    """Makes every kind of call with one input: first in a fixed order, then in a random one."""
     torch, same = calls.torch, [calls.on_gpu(inputs(key), key, FLOATS) for key in KEYS]
 
     def fresh(key: int, seed: int) -> FakeTensor:
@@ -243,7 +243,7 @@ def conditional(calls: Calls, mode: str, outputs: str) -> None:
 
 
 def host_steps(calls: Calls, mode: str, outputs: str) -> None:
-    """Logs calls with graphs, copies and operations of the CPU. No output is the caller's: this bundle has no signature."""
+    """Logs calls with graphs, copies and host steps. The caller gets no outputs, because this bundle has no signature."""
     regions, manifest = Regions(), cuda_bundles.write(calls.folder / "model.cgb", b"an image")
     manifest = mixed(manifest)
     with pytest.MonkeyPatch.context() as patch:
@@ -289,7 +289,7 @@ def logs() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(("scenario", "mode", "outputs"), CASES_OF_ALL)
-def test_what_is_asked_of_the_driver_is_what_it_was(
+def test_driver_calls_are_those_of_the_logs(
     logs: dict[str, list[str]], scenario: Callable[..., None], mode: str, outputs: str
 ) -> None:
     assert log_of(scenario, mode, outputs) == logs[name_of(scenario, mode, outputs)]

@@ -1,5 +1,5 @@
 """Calls inside a CUDA graph capture of the caller, and calls on many streams, on a fake driver: what is allowed, what is refused
-before anything is enqueued, and the cost of calls outside a capture."""
+before any work is enqueued, and which driver calls detect a capture."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_captured_call_runs_when_the_callers_graph_does(fake: FakeDriver, bund
 
 @pytest.mark.parametrize("first", [None, 0, STREAM, OTHER])
 def test_calls_after_a_capture_keep_their_order(fake: FakeDriver, bundle: tuple[Manifest, Path], first: int | None) -> None:
-    """A captured call leaves no event for later calls to wait for: such a wait would join the capture."""
+    """Later calls must not wait for an event of a captured call: such a wait would join the capture."""
     calls = calls_on(bundle)
     x = inputs(KEYS[0])
     run(calls, 0, x, first)
@@ -97,7 +97,8 @@ def test_calls_after_a_capture_keep_their_order(fake: FakeDriver, bundle: tuple[
 
 
 def test_what_the_detection_costs(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    """Streams that cannot be captured cost no question to the driver, torch's default stream among them. All others cost one."""
+    """A call on a stream that cannot be captured, such as torch's default stream, asks the driver nothing. On other streams it asks
+    once."""
     calls = calls_on(bundle)
     x = inputs(KEYS[0])
     for stream, wanted in (
@@ -190,7 +191,7 @@ def test_whether_the_caller_captures_is_asked_of_the_callers_libraries(monkeypat
 
 
 def test_allocating_and_freeing_does_not_disturb_a_capture_elsewhere(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    """Calls that the driver forbids while another thread captures are made in relaxed mode."""
+    """The driver forbids some calls while another thread captures. The runtime makes these calls in relaxed mode."""
     unsafe = ("cuMemAlloc", "cuMemFree", "cuMemHostAlloc", "cuMemFreeHost", "cuModuleLoadData", "cuModuleUnload",
               "cuGraphInstantiate", "cuGraphExecDestroy", "cuEventDestroy")  # fmt: skip
     seen: set[str] = set()

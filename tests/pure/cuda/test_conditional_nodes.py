@@ -1,4 +1,4 @@
-"""Branches and loops on a fake driver: as graph nodes, decided by the host in mode "stream", and in a caller's capture."""
+"""Branches and loops on a fake driver: as graph nodes, by decisions of the host in mode "stream", and in a caller's capture."""
 
 from __future__ import annotations
 

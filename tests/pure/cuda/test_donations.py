@@ -1,4 +1,5 @@
-"""A later call takes outputs where they lie, on a fake driver: without a copy, without overwriting them, and right in any order."""
+"""A later call reads donated outputs in place, on a fake driver: without a copy and without overwriting them. Results are right in
+any order of calls."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 class Calls:
-    """Makes calls of the backend with the caller's tensors in memory of the driver."""
+    """Makes calls of the backend with the caller's tensors in the driver's memory."""
 
     def __init__(self, fake: FakeDriver, backend: CudaBackend) -> None:
         self.fake, self.backend, self.buffers = fake, backend, []
@@ -76,11 +77,11 @@ def test_a_donated_input_is_not_copied(fake: FakeDriver, manifest: Manifest, tmp
     assert (read(out), copies) == (taken(twice(x), twice(x)), 0)
     again, copies = call.copied(AGAIN, make_output)
     assert (read(again), copies) == (twice(twice(x)), 0)
-    out, copies = call.copied(TAKE, make_output, again)  # from two entries
+    out, copies = call.copied(TAKE, make_output, again)  # outputs of two entries
     assert (read(out), copies) == (taken(twice(x), twice(twice(x))), 0)
-    out, copies = call.copied(TAKE, again, make_output)  # no donation connects that output with the first input
+    out, copies = call.copied(TAKE, again, make_output)  # this output is not donated to the first input
     assert (read(out), copies) == (taken(twice(twice(x)), twice(x)), 1)
-    again, copies = call.copied(AGAIN, again)  # its own output
+    again, copies = call.copied(AGAIN, again)  # its own output would be overwritten, so it is copied
     assert (read(again), copies) == (twice(twice(twice(x))), 1)
     backend.close()
 
@@ -89,7 +90,7 @@ def test_what_an_entry_may_take_of_another_is_built_at_load(fake: FakeDriver, ma
     backend = opened(manifest, tmp_path / "chained.cgb")
     call = Calls(fake, backend)
     built = fake.calls.count("cuGraphInstantiate")
-    assert built == 3 + 3  # take for both inputs of make, and for again; again for make
+    assert built == 3 + 3  # of `take`: for both inputs from `make`, and for one from `again`; of `again`: for an input from `make`
     make_output = call(MAKE, call.tensor(numbers(0)))
     again = call(AGAIN, make_output)
     call(TAKE, make_output, make_output)
@@ -113,7 +114,7 @@ def test_a_lazy_load_builds_what_is_taken(fake: FakeDriver, manifest: Manifest, 
 def test_calls_in_any_order_over_a_poisoned_arena(fake: FakeDriver, manifest: Manifest, tmp_path: Path, mode: str) -> None:
     backend, drawn = opened(manifest, tmp_path / "chained.cgb", mode=mode, poison=0xFF), random.Random(0)
     call = Calls(fake, backend)
-    lying: dict[int, tuple[int, array[float]]] = {}  # the address and numbers that an entry left
+    lying: dict[int, tuple[int, array[float]]] = {}  # address and contents of the last output of an entry
     for number in range(300):
         program = drawn.choice([MAKE, AGAIN, TAKE])
         arguments: list[tuple[int, array[float]]] = []
@@ -141,7 +142,7 @@ def test_inputs_of_the_host_and_a_session(fake: FakeDriver, manifest: Manifest, 
     make_output = call(MAKE, call.tensor(x))
     session = backend.session()
     other = Calls(fake, session)
-    assert read(other(TAKE, make_output, make_output)) == taken(twice(x), twice(x))  # copied, since it belongs to another session
+    assert read(other(TAKE, make_output, make_output)) == taken(twice(x), twice(x))  # copied: it is of another session
     session.close()
     backend.close()
 
@@ -212,7 +213,7 @@ def test_a_call_inside_a_capture(fake: FakeDriver, manifest: Manifest, tmp_path:
     backend = opened(manifest, tmp_path / "chained.cgb", lazy=True)
     call = Calls(fake, backend)
     make_output = call(MAKE, call.tensor(numbers(0)))
-    call(TAKE, call.tensor(numbers(0)), call.tensor(numbers(0)))  # built, but not for this source
+    call(TAKE, call.tensor(numbers(0)), call.tensor(numbers(0)))  # a graph is built, but not for an input from `make`
     fake.capturing.add(77)
     with raises("capture-refused"), backend.locked(77) as stream:
         backend.run(TAKE, [make_output, make_output], 0, stream)
@@ -221,7 +222,7 @@ def test_a_call_inside_a_capture(fake: FakeDriver, manifest: Manifest, tmp_path:
     backend.close()
 
 
-def test_whatever_fails_leaves_nothing(manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_driver_call_leaks_nothing(manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count, number = 1, 0
     while number < count:
         fake = FakeDriver()
@@ -240,7 +241,7 @@ def test_an_address_behind_the_last_byte_moves_along(manifest: Manifest) -> None
     assert [moved.values[index].memory for index in moved.inputs] == ["arena", "arena"]
     close = replace(take, values=(take.values[0], replace(take.values[1], offset=SIZE), take.values[2]))
     _, moves = with_inputs_at(close, ((0, 40),))
-    assert moves[0].end == SIZE  # the next input begins there
+    assert moves[0].end == SIZE  # not one byte more: the next input begins there
 
 
 def examined(manifest: Manifest, folder: Path) -> list[tuple[str, bool]]:
@@ -271,7 +272,7 @@ def test_the_self_test_sees_what_is_not_reserved(fake: FakeDriver, manifest: Man
 
 
 def test_calls_like_one_before(fake: FakeDriver, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go directly to their replay, also with views."""
+    """Calls like an earlier one go directly to their replay, also with views."""
     with views(manifest, tmp_path / "chained.cgb") as program:
         call, x = Calls(fake, program._backend), numbers(3)
         for turn in range(3):

@@ -1,5 +1,5 @@
-"""Large inputs and outputs of the host, on a fake driver: right bytes with any number of threads, pinned memory without staging,
-nothing left behind, and a failure of any thread reaches the caller."""
+"""Large inputs and outputs on the host, on a fake driver. Bytes are right with any number of threads, pinned memory is copied
+directly, no object remains, and a failure of any thread reaches the caller."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_pinned_memory_is_copied_as_it_is(fake: FakeDriver, cleanup: ExitStack) 
 
 
 @pytest.mark.parametrize("failing", ["cuEventSynchronize", TO, "cuEventRecord", FROM, "cuEventCreate", "cuCtxPushCurrent"])
-def test_a_failure_is_the_calls(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    """A failure in any thread reaches the caller. Later copies are right, and everything is freed."""
+def test_a_failure_in_a_thread_is_raised_by_the_call(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    """A failure in any thread is raised in the caller. Later copies are right, and all objects are freed."""
     fake = FakeDriver()
     install(monkeypatch, fake)
     with ExitStack() as cleanup:

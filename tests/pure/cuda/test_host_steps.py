@@ -1,4 +1,4 @@
-"""Programs of graphs, copies and host regions, on a driver that does nothing until someone waits for it. The regions are Python
+"""Programs of graphs, copies and host regions, on a driver that runs work only when a thread waits for it. The regions are Python
 functions and their tensors ctypes arrays. tests/cpu runs real shared objects.
 """
 
@@ -143,7 +143,7 @@ def test_steps_run_in_their_order_and_host_steps_wait_for_the_stream(
 
 
 def test_calls_that_nobody_waits_for(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
-    """The host step of a call overwrites the buffer that copies of the previous call read. Those copies have ended by then."""
+    """The host step of a call overwrites the buffer from which the previous call copies. It must first wait for these copies."""
     backend = opened(*bundle)
     kept = []
     for seed in range(3):
@@ -160,7 +160,7 @@ def test_calls_that_nobody_waits_for(fake: LateDriver, regions: Regions, bundle:
 def test_without_waiting_the_results_are_wrong(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This driver detects a host step that does not wait."""
+    """Proves that this driver detects a host step that does not wait."""
     backend = opened(*bundle)
     monkeypatch.setattr(hoststeps, "cu", SimpleNamespace(cuStreamSynchronize=lambda stream: (0,)))
     values = inputs(KEYS[0])
@@ -239,7 +239,7 @@ def test_one_pinned_buffer_from_open_to_close(fake: LateDriver, regions: Regions
     assert regions.opened[FILES[0]].addresses == [start, start]
     assert regions.opened[FILES[1]].addresses == [start + 2048] * 2
     assert list(fake.pinned) == [start]
-    backend.close()  # copies still run: this driver fails unless close waits for them
+    backend.close()  # copies still run: the fake driver raises an error unless close waits for them
     assert not fake.pinned
 
 
@@ -266,7 +266,7 @@ def test_poison_fills_arena_and_buffer_and_changes_nothing(
     assert call(backend, 0, values) == answer(values)
     (output,) = run(backend, 0, [(values.buffer_info()[0], False, 4 * len(values))])
     kept = backend.copy_out(output, 4 * len(values), None)
-    backend.poison(0xFF)  # this call's copies still need what they read
+    backend.poison(0xFF)  # copies of this call must read the buffer before
     assert ctypes.string_at(start, HOST_BYTES) == b"\xff" * HOST_BYTES
     assert call(backend, 0, values) == answer(values)
     assert array("f", ctypes.string_at(kept.address, kept.bytes)) == answer(values)
@@ -414,7 +414,7 @@ def test_whichever_call_fails_nothing_is_left(
             "Unload",
             "Release",
             "PopCurrent",
-        )  # what this failed call should have freed remains
+        )  # the failed call should have freed these
         failed = fake.calls[number] if number < len(fake.calls) else ""
         assert not regions.torch.tensors, failed
         if not any(word in failed for word in give_back):

@@ -1,5 +1,5 @@
-"""A launch reads inputs in the caller's memory, on a fake driver: parameters are set instead of a copy made. The answers are right
-in any order of callers, and other inputs are copied."""
+"""A launch reads inputs in the caller's memory, on a fake driver: parameters are set instead of copies. Answers are right for any
+sequence of addresses. Other inputs are copied."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_in_a_capture_it_is_copied(caller: Caller) -> None:
     with caller.backend.locked(64) as stream:
         (output,) = caller.backend.run(0, [address], 0, stream).addresses
     fake.capturing.clear()
-    for seed in (6, 7):  # the caller's graph reads its captured tensor, whatever calls came between
+    for seed in (6, 7):  # the caller's graph reads its captured tensor, also after other calls
         caller(caller.put(4096, seed))
         caller.put(0, seed)
         for run in fake.captured:

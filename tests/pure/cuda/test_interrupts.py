@@ -52,12 +52,12 @@ def test_a_call(fake: FakeDriver, tmp_path: Path, alone: bool, where: str) -> No
 
 
 def test_work_of_a_stream_whose_end_was_not_marked(fake: FakeDriver, tmp_path: Path) -> None:
-    """Calls on another stream wait for that work."""
+    """A call on another stream must then wait for all work."""
     manifest = state_bundles.write(tmp_path)
     with Program(manifest, CudaBackend(ArchiveOf(tmp_path, manifest), 0, "graph", lazy=False), "pad", "copy") as program:
         backend = program._backend
         with backend.turn:
-            backend.begin(64)  # an interrupt follows
+            backend.begin(64)  # as if an interrupt had come before `end`
         before = len(fake.calls)
         with backend.locked(None):
             pass

@@ -1,5 +1,5 @@
-"""A bundle of many int_keys answers before all of its graphs are built, on a fake driver. The background, or an earlier call,
-builds each of the others once."""
+"""A bundle of many int_keys answers before all of its graphs are built, on a fake driver. The other graphs are built once, by a
+background thread or by the first call that needs them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
 
 
 class Waiting:
-    """A background whose steps the test runs."""
+    """Replaces the background thread: the test runs its steps."""
 
     def __init__(self, steps: Iterator[float]) -> None:
         self.step: Callable[[], object] = lambda: next(steps, "done")
@@ -98,7 +98,7 @@ def test_a_session_builds_all_of_its_own(fake: FakeDriver, bundle: tuple[Manifes
 
 @pytest.mark.usefixtures("by_hand")
 def test_a_call_inside_a_capture_builds_its_key(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    """It worked when all keys were built at load, so the background's progress must not matter."""
+    """Such a call works whether the background thread has built the graph or not."""
     backend, values = opened(*bundle, lazy=None), inputs(KEYS[1])
     fake.capturing.add(64)
     with backend.locked(64) as stream:
@@ -116,7 +116,7 @@ def test_the_first_call_does_not_wait_for_the_thread(
     monkeypatch.setattr(background, "FIRST", 3600)
     backend = opened(*bundle, lazy=None)
     assert answers(backend, 0) and fake.calls.count(BUILT) == 1
-    backend.close()  # does not wait either
+    backend.close()  # close does not wait for the thread either
     assert fake.calls.count(BUILT) == 1
 
 

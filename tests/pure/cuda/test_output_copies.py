@@ -1,5 +1,5 @@
-"""The launch itself copies outputs, on a fake driver: one driver call each, and the right bytes in any order of callers. A launch
-without a target copies nothing."""
+"""A launch also copies the outputs, on a fake driver: one driver call for each, with the right bytes for any sequence of addresses.
+A launch without a target copies nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
 
 
 class Caller:
-    """Makes direct calls of the first key. Each gets new numbers and its own copy."""
+    """Makes direct calls of the first key, each with new numbers and its own copy of the output."""
 
     def __init__(self, fake: FakeDriver, backend: CudaBackend, outputs: int = 1) -> None:
         self.fake, self.backend, self.outputs, self.stream = fake, backend, outputs, 0
@@ -106,7 +106,7 @@ def test_a_call_sets_where_its_copy_goes(caller: Caller) -> None:
     assert caller(2) == [AIM, LAUNCH]
 
 
-def test_a_launch_that_is_told_nothing_copies_nothing(caller: Caller) -> None:
+def test_a_launch_without_a_target_copies_nothing(caller: Caller) -> None:
     caller(0)
     (kept,) = caller.buffers[-1]
     assert caller.plain(1) == [SWITCH, LAUNCH]
@@ -150,7 +150,7 @@ def test_any_order(caller: Caller) -> None:
 
 
 def test_a_capture_copies_to_what_the_caller_keeps(caller: Caller) -> None:
-    """The caller's graph holds the recording, the copy of that call, and no node that other calls change."""
+    """The caller's graph contains the recording and a copy to that call's output, but no node that other calls change."""
     caller(0)
     graphs = len(caller.fake.live)
     caller.fake.capturing.add(64)
@@ -209,7 +209,7 @@ def test_a_recording_with_conditional_nodes_has_none(fake: FakeDriver, tmp_path:
 
 
 def test_a_copy_waits_for_the_last_nodes(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    """It waits for all nodes without a successor, and for no others: 86 edges to a copy cost a GPT 4 to 13 us on the GPU."""
+    """The copy waits only for nodes without a successor: 86 edges to a copy cost a GPT 4 to 13 us on the GPU."""
     manifest, folder = bundle
     file = manifest.entries[0].programs[0].steps[0].file
     image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
@@ -245,7 +245,7 @@ def test_a_failed_call_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch
         except CgbundleError:
             failures += 1
         if counted.fail_at < len(counted.calls) and counted.calls[counted.fail_at] == "cuCtxPopCurrent":
-            counted._current.stack.pop()  # the failed call left it
+            counted._current.stack.pop()  # the failed pop has left the context on the stack
         counted.fail_at = -1
         assert not counted._current.stack
         calls()
@@ -260,7 +260,7 @@ def test_a_load_that_fails_gives_everything_back(fake: FakeDriver, bundle: tuple
 
     def fails(*arguments: Any) -> Any:
         copies.append(arguments)
-        last = len(copies) == (1 if failing == SWITCH else 2)  # the recording has its own copy and edges
+        last = len(copies) == (1 if failing == SWITCH else 2)  # the recording itself has a copy and edges
         return call(*arguments) if not last else (719, None) if answers(failing) else 719
 
     setattr(fake, f"do_{failing}", fails)

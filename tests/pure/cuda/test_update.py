@@ -1,4 +1,4 @@
-"""Weights of a program on a GPU are updated completely or not at all, on a fake driver, and nothing is left behind."""
+"""Weights of a program on a GPU are updated completely or not at all, on a fake driver, and no object of the driver remains."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def stored(folder: Path, first: float) -> Path:
 
 
 def answers(backend: CudaBackend, first: float | None, number: int = 0) -> bool:
-    """Returns whether a program computes with the weights of `first`, or with the bundle's own (None)."""
+    """Returns whether a program computes with weights that start with `first` (None: with those of the bundle)."""
     x = inputs(KEYS[number])
     weights = array("f", range(COUNT)) if first is None else offsets(first)
     return call(backend, number, x) == array("f", [3 * (1 + value) + 1 + 2.5 + weights[i] for i, value in enumerate(x)])
@@ -104,7 +104,8 @@ def test_a_tensor_of_the_gpu_is_copied_where_it_lies(fake: FakeDriver, bundle: t
 
 
 def test_a_session_that_is_held_for_a_moment_is_waited_for(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    """A session's own thread never gets the error that another thread uses it. An update does not count as a use."""
+    """While an update holds a session, the thread of this session waits, and does not get the error that another thread uses the
+    session."""
     backend = opened(*bundle)
     session = backend.session()
     stopped, going, verdicts = threading.Event(), threading.Event(), []

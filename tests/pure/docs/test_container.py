@@ -16,7 +16,7 @@ WHEEL = f"cgbundle-{PROJECT['version']}-py3-none-any.whl"
 
 
 def steps() -> list[tuple[str, str]]:
-    """Returns (instruction, its arguments) for every line."""
+    """Returns (instruction, arguments) for every line of the Dockerfile."""
     (dockerfile,) = [block.text for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "dockerfile"]
     return [(line.partition(" ")[0], line.partition(" ")[2]) for line in dockerfile.splitlines()]
 
@@ -35,7 +35,7 @@ def test_the_instructions_are_in_an_order_that_works() -> None:
 
 
 def test_a_folder_keeps_its_name() -> None:
-    """COPY with several sources, or to a folder, would mix the files of bundles."""
+    """COPY with several sources, or into an existing folder, would mix the files of bundles."""
     copies = [rest.split() for rest in behind("COPY")]
     assert ["classifier.cgb", "classifier.cgb"] in copies and all(len(words) == 2 for words in copies)
     assert [f"dist/{WHEEL}", "/tmp/"] in copies and ["server.py", "."] in copies

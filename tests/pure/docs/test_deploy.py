@@ -17,7 +17,7 @@ yaml = pytest.importorskip("yaml", reason="pip install '.[examples]'")
 
 
 def behind(image: str, name: str) -> list[str]:
-    """Returns the arguments of every such instruction."""
+    """Returns the arguments of every instruction `name` of an image."""
     lines = (DEPLOY / image).read_text(encoding="utf-8").splitlines()
     return [line.partition(" ")[2] for line in lines if line.partition(" ")[0] == name]
 

@@ -40,8 +40,8 @@ def test_every_public_name_has_an_entry_that_says_something(page: str, package: 
 
 
 @pytest.mark.parametrize(("page", "names"), [("cgcompile.md", COMPILER), ("cgbundle.md", runtime())])
-def test_every_parameter_of_a_function_is_told_of(page: str, names: dict[str, Any]) -> None:
-    """Its docstring names it between backquotes, which is the style of this project."""
+def test_every_parameter_of_a_function_is_documented(page: str, names: dict[str, Any]) -> None:
+    """The docstring of the function must name the parameter between backquotes."""
     for name, value in names.items():
         if inspect.isfunction(value) and len(inspect.signature(value).parameters) > 2:
             for parameter in inspect.signature(value).parameters:

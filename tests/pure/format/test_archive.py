@@ -107,7 +107,7 @@ def test_a_directory_in_the_place_of_a_file_is_damage(bundle: Path, name: str) -
     manifest = archive.read_manifest(str(bundle))
     (bundle / name).unlink()
     (bundle / name).mkdir()
-    size = os.stat(bundle / name).st_size  # a file system may report any size for a directory, even the right one
+    size = os.stat(bundle / name).st_size  # a directory may have the same size as the missing file
     files = tuple(replace(file, bytes=size) if file.path == name else file for file in manifest.files)
     with raises("file-damaged", match=f"^{name}: "):
         verify.check_bundle(ArchiveOf(bundle, replace(manifest, files=files)), "full")
@@ -175,8 +175,8 @@ def test_what_the_manifest_does_not_name_is_found_by_the_full_check(bundle: Path
     assert len(verify.examine(archive.Archive(str(bundle)))) == 1
 
 
-def test_what_lies_in_a_strange_folder_is_not_looked_at(bundle: Path) -> None:
-    """It may have any size and depth, or be unreadable."""
+def test_the_contents_of_an_unknown_folder_are_not_read(bundle: Path) -> None:
+    """Such a folder may have any size and depth, or be unreadable."""
     deep, folders = bundle / "new", 0
     stranger(deep / "file", "file")
     place = os.open(deep, os.O_RDONLY)
@@ -191,7 +191,7 @@ def test_what_lies_in_a_strange_folder_is_not_looked_at(bundle: Path) -> None:
 
 
 def test_folders_of_the_format_may_be_empty(bundle: Path) -> None:
-    """Earlier builds created them even where a rank or a model had no kernels or graphs."""
+    """Earlier versions created these folders also for ranks and models without kernels or graphs."""
     for name in ("graphs", "kernels", "programs"):
         (bundle / name).mkdir()
     check(bundle, "full")

@@ -158,8 +158,8 @@ def test_an_open_bundle_is_still_read_after_its_path_was_replaced(bundle: Path, 
 def test_a_bundle_that_is_replaced_while_it_is_checked_is_read_again(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old files are deleted after the reader has read the old manifest. It then reads the whole new bundle, without an
-    error."""
+    """The old files are deleted after the reader has read the old manifest. Then it reads the new bundle from its beginning,
+    without an error."""
     other = write_bundle(tmp_path / "other")
     original = check_manifest
     seen = []
@@ -173,7 +173,7 @@ def test_a_bundle_that_is_replaced_while_it_is_checked_is_read_again(
         original(manifest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(contents, "check_manifest", replacing)
-    with pytest.raises(CgbundleError) as caught:  # only the dummy shared object is refused
+    with pytest.raises(CgbundleError) as caught:  # nothing but the dummy shared object is refused
         loader.load(bundle)
     assert caught.value.code in ("image-invalid", "library-missing") and len(seen) == 2
 
@@ -223,13 +223,13 @@ def test_copied_weights_outlive_the_file_and_the_archive(bundle: Path) -> None:
 
 
 def test_no_descriptor_stays_open(bundle: Path) -> None:
-    gc.collect()  # closes files that earlier tests left open in cycles
+    gc.collect()  # closes files of earlier tests in reference cycles
     before = len(os.listdir("/proc/self/fd"))
     opened = Archive(str(bundle))
     verify.check_bundle(opened, "full")
     opened.close()
     opened.close()
-    Archive(str(bundle))  # dropped at once
+    Archive(str(bundle))  # freed at once, so that its files are closed
     assert len(os.listdir("/proc/self/fd")) == before
 
 

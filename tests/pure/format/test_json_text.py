@@ -57,7 +57,7 @@ def test_numbers_that_are_none_are_refused(number: str) -> None:
 
 
 def sealed(text: bytes) -> bytes:
-    """Returns the manifest with its own hash recomputed, which an attacker would do."""
+    """Returns the manifest with a new hash of itself, as an attacker would write it."""
     digest = json.loads(text)["sha256"].encode()
     zeros = text.replace(b'\n"sha256":"' + digest, b'\n"sha256":"' + b"0" * 64)
     return zeros.replace(b'\n"sha256":"' + b"0" * 64, b'\n"sha256":"' + hashlib.sha256(zeros).hexdigest().encode())

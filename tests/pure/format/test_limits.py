@@ -1,4 +1,4 @@
-"""Data beyond the format's limits is refused with an error of ours, within a second and 300 MB, for any caller."""
+"""Data beyond the format's limits is refused with a CgbundleError, in less than a second and 300 MB, for any caller."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def wide(kind: str) -> str:
 
 
 def many_states(plain: dict[str, Any]) -> None:
-    """Adds 20,000 buffers of one element that calls change, and at the end an error."""
+    """Adds 20,000 buffers of one element that calls change. The last one has a defect."""
     row = {**plain["weights"][0], "shape": [1], "strides": [1], "memory": "state"}
     plain["weights"] += [{**row, "name": f"s{i}", "tensor": f"s{i}", "offset": 256 * i} for i in range(20_000)]
     plain["memories"] = [["weights", 32], ["state", 256 * 20_000 - 252]]
@@ -209,7 +209,7 @@ TEXTS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("what", TEXTS)
-def test_a_text_is_seen_through_before_it_is_parsed(what: str, tmp_path: Path) -> None:
+def test_a_text_is_checked_before_it_is_parsed(what: str, tmp_path: Path) -> None:
     """Texts are checked as a manifest, and as the header of a safetensors file."""
     data = TEXTS[what]()
     (tmp_path / "manifest.json").write_bytes(data)
@@ -257,7 +257,7 @@ def test_brackets_in_texts_are_no_depth(text: bytes, depth: int) -> None:
 
 @pytest.mark.parametrize("room", [60, 120, 250, 500])
 def test_a_caller_that_is_deep_in_its_stack_gets_a_line_of_ours(room: int) -> None:
-    """Only `room` frames are left before Python's limit. The second manifest is valid except for its files, so it may be read."""
+    """Only `room` frames are left before Python's recursion limit. The second manifest is valid (without files) and may be read."""
     messages: list[str] = []
     datas = [sealed(spelled(text, "result")) for text in (deep(200), tree(60), deep(980))]
 
@@ -301,7 +301,8 @@ def large(keys: int, values: int, weights: int) -> Manifest:
 
 @pytest.mark.parametrize(("keys", "values", "weights"), [(400, 4, 600), (10, 60, 5000)])
 def test_what_large_models_need_is_far_below_the_limits(keys: int, values: int, weights: int) -> None:
-    """A twentieth of the limits holds ten thousand int_keys of four values, a tenth 100 int_keys of sixty with 50,000 weights."""
+    """Ten thousand int_keys with four values each need a twentieth of the limits. 100 int_keys with sixty values each and 50,000
+    weights need a tenth."""
     data = manifest_text.encode(large(keys, values, weights))
     assert len(data) < limits.JSON_BYTES / 20
     assert data.count(b",") + data.count(b"[") + data.count(b"{") < limits.JSON_VALUES / 20
@@ -322,7 +323,7 @@ def test_a_count_beyond_the_limit_is_refused_before_anything_is_made_of_it(place
 
 
 def test_a_table_of_many_nodes_is_read_in_little_memory() -> None:
-    """An eighth of the permitted rows takes about 60 MB of the limit's 400."""
+    """An eighth of the permitted rows takes less than 60 MB; with all rows, reading may take 400 MB."""
     nodes = limits.TABLE_ROWS // 8
     counts = dict.fromkeys(RECORDING.counts, 0) | {"nodes": nodes, "edges": nodes}
     contents: dict[str, Any] = {column.name: [0] * bool(column.bounds) for column in RECORDING.columns}

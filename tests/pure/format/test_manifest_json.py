@@ -48,7 +48,7 @@ NAMED: dict[str, st.SearchStrategy[Any]] = {
 
 
 def values_of(text: str) -> st.SearchStrategy[Any]:
-    """Returns values of an annotation, which is given in the spelling of the schema."""
+    """Returns a strategy for the values of an annotation, a text as in the schema."""
     if text.endswith(" | None"):
         return st.none() | values_of(text.removesuffix(" | None"))
     if text in NAMED:

@@ -1,4 +1,4 @@
-"""Bundles are complete or absent: staging, locking, sweeping, exchanging, and what kill -9 leaves."""
+"""A published bundle is complete or absent: staging folders, locks, removal of old staging folders, exchanges, and kill -9."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_the_lock_that_a_killed_process_left_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process ends between this one's opening of the file and its lock."""
+    """Another process removes the lock file after this process has opened it and before it has the lock."""
     flock, calls = fcntl.flock, 0
 
     def late(handle: int, operation: int) -> None:
@@ -298,7 +298,7 @@ def test_a_lock_that_may_only_be_read_is_taken_all_the_same(tmp_path: Path, monk
 
 
 def test_no_lock_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system without locks, a stage may belong to a running process."""
+    """On a file system without locks, a staging folder may belong to a running process, and must stay."""
 
     def refuse(handle: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "no locks")
@@ -324,12 +324,12 @@ with staged(Path(sys.argv[1]), replace=True):
 
 
 def test_the_stage_of_a_running_process_is_kept_whatever_its_number(tmp_path: Path) -> None:
-    """A builder in another container may have an unused process number here: its lock counts."""
+    """A builder in another container may have a process number that no process has here. Its lock shows that it runs."""
     with staged(tmp_path / "b.cgb", replace=True) as stage:
         (stage / "a").touch()
         command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable, "-S", "-c", SECOND]
         if subprocess.run(["unshare", "--user", "--map-root-user", "--pid", "--fork", "true"], capture_output=True).returncode:
-            command = command[5:]  # no namespaces here: use another process at least
+            command = command[5:]  # without namespaces: only another process
         done = subprocess.run(
             [*command, str(tmp_path / "b.cgb")],
             env={"PYTHONPATH": str(ROOT / "bundles")},
@@ -387,7 +387,7 @@ def test_an_old_bundle_that_is_put_back_is_not_built_over(tmp_path: Path) -> Non
 
 
 def test_a_failed_second_rename_puts_the_old_bundle_back(tmp_path: Path) -> None:
-    """Another process removes the stage at the last moment."""
+    """The second rename fails, as if another process had removed the staging folder."""
     publish(tmp_path / "b.cgb", "old")
     rename = Path.rename
 
@@ -476,8 +476,8 @@ def test_a_killed_build_leaves_no_bundle_and_the_next_one_succeeds(tmp_path: Pat
     ],
 )
 def test_a_killed_replacement_loses_neither_bundle(tmp_path: Path, moment: str, seen: str | None, steps: str) -> None:
-    """With one step, one of the two is always at the destination. With two steps there is a moment without one; then the old bundle
-    lies beside it, and the next build restores it."""
+    """With one step, the destination always has one of the two bundles. With two steps, it has none for a moment. Then the old
+    bundle is in a folder beside it, and the next build restores it."""
     publish(tmp_path / "b.cgb", "old")
     killed(moment, tmp_path / "b.cgb", "replace", steps)
     assert (content(tmp_path / "b.cgb") if (tmp_path / "b.cgb").exists() else None) == seen

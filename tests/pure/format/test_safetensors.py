@@ -1,4 +1,5 @@
-"""safetensors files: their bytes, both directions against the `safetensors` package, and one test for each defect of a header."""
+"""safetensors files: their bytes, reading and writing compared with the `safetensors` package, and one test for each defect of a
+header."""
 
 from __future__ import annotations
 
@@ -190,7 +191,7 @@ def test_contents_of_another_length_than_the_shape_are_refused(length: int) -> N
 
 
 def test_a_dtype_that_the_format_does_not_have_is_pairs_there(tmp_path: Path) -> None:
-    """Other readers of the file find the pairs, and other metadata changes nothing."""
+    """safetensors has no complex numbers: other readers see pairs of real numbers. Other metadata changes nothing."""
     tensors: Contents = {
         "plain": ("float64", (2, 2), bytes(range(32))),
         "x": ("complex128", (2,), bytes(range(32))),
@@ -482,7 +483,8 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_the_header_gives_an_error_or_a_well_formed_file(tmp_path: Path) -> None:
-    """The format has no checksum (the bundle's manifest does), so a flip may rename a tensor. It never breaks the reader."""
+    """The format has no checksum (the bundle's manifest has), so a flipped bit may rename a tensor. It must never crash the
+    reader."""
     whole = write(tmp_path / "w", SAMPLE).read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     refused = 0

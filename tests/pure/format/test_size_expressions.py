@@ -1,4 +1,4 @@
-"""Size expressions give what Python's own arithmetic gives."""
+"""Size expressions have the same values as in Python."""
 
 from __future__ import annotations
 

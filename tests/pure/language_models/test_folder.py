@@ -1,4 +1,5 @@
-"""Folders of language models are read without torch: every defect gives one sentence, and omitted settings have defaults."""
+"""Folders of language models are read without torch. Every defect gives an error of one sentence, and omitted settings have
+defaults."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def safetensors(path: Path, dtype: str = "BF16", missing: int = 0) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Returns a folder that is valid as far as files show without transformers."""
+    """Returns a folder that is valid as far as this can be decided without transformers."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer.json").write_text("{}")
     safetensors(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A defect of a GGUF file, or of the place of its folder, gives one sentence before torch is imported."""
+"""A defect of a GGUF file, or of the folder beside it, gives an error of one sentence before torch is imported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_place_of_its_folder(file: Path) -> None:
     folder = file.parent / "tiny"
     check_gguf(str(file), folder, False)
     folder.mkdir()
-    (folder / "config.json").write_text("{}")  # the user's own model
+    (folder / "config.json").write_text("{}")  # a model of the user, which must stay
     with pytest.raises(BuildError, match=r"exists, and was not written from a GGUF file") as caught:
         check_gguf(str(file), folder, True)
     assert caught.value.code == "output-unwritable"

@@ -1,4 +1,5 @@
-"""The mutations that `python -m tests.mutants` draws are of every kind, reproducible, and different programs."""
+"""The mutations that `python -m tests.mutants` draws are of every kind and the same in every run. Each of them changes the
+program."""
 
 from __future__ import annotations
 

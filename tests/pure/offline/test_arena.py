@@ -1,5 +1,5 @@
-"""Arena plans: buffers in use at the same time do not overlap, outputs stay, and the arena is close to the lower bound. The check,
-which uses launches alone, agrees with a byte-wise simulation of memory."""
+"""Arena plans: buffers in use at the same time do not overlap, outputs stay, and the arena is close to the lower bound. The check
+of a plan uses only launches, and agrees with a byte-wise simulation of memory."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ def test_buffers_share_memory_when_one_ends_before_the_other_begins() -> None:
 
 
 def test_two_buffers_of_one_launch_lie_apart() -> None:
-    """One buffer's last use is the other one's first: the launch reads one while it writes the other."""
+    """The last use of one buffer and the first use of the other are in one launch, which reads the one while it writes the
+    other."""
     memory_plan = plan(intervals([(256, 0, 1), (256, 1, 2)]))
     assert memory_plan.offsets[0] != memory_plan.offsets[1]
 
@@ -235,7 +236,7 @@ def test_arenas_of_real_programs_are_close_to_the_bound(rows: list[tuple[int, in
 
 
 def test_orders_are_changed_when_all_that_are_tried_first_waste_memory() -> None:
-    """Found by a search: the fixed orders need 256 bytes more than the bound."""
+    """With the fixed orders, these programs need 256 bytes more than the bound."""
     rows = [(6, 6, 7), (7, 1, 5), (7, 2, 3), (5, 5, 7), (5, 6, 7), (2, 2, 3)]
     memory_plan = plan(intervals([(256 * blocks, first, last) for blocks, first, last in rows]))
     assert memory_plan.arena - PAD == memory_plan.bound == 16 * 256
@@ -301,7 +302,7 @@ def test_an_output_that_is_written_over_is_caught() -> None:
 
 
 def test_allocate_and_release_do_not_matter_to_the_check() -> None:
-    """These events may be wrong, so a plan that trusts a Release before the last use is refused."""
+    """These events may be wrong: a plan that reuses memory after a Release, but before the last use, is refused."""
     program = traced([256, 256], [launch(0), Release(buffer=0), launch(1), launch(0, 1)])
     with raises("arena-overlap"):
         check_plan(program, at({0: 0, 1: 0}))

@@ -1,4 +1,4 @@
-"""Arenas are small: no plan of these programs needs more than it needed when the figures were recorded."""
+"""Arenas are small: no plan of these programs needs more memory than when the figures were recorded."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ EXCESS = {
     4482: 0, 4693: 0, 4813: 0, 4854: 3, 5817: 0, 5872: 2, 6003: 3, 6234: 3, 6961: 0, 6995: 0, 7369: 1, 7812: 2, 7921: 4,
     7927: 0, 8453: 5, 8634: 0,
 }  # fmt: skip
-"""Seed of a program -> its arena's excess over the bound, in blocks. No figure may rise. These programs need more than the first
-order and the lowest gap: each order, and the change of orders, is the only help for some program."""
+"""Seed of a program -> its arena's excess over the bound, in blocks. No figure may rise. For these programs, the first order of
+buffers with the lowest gap is not the best plan. For each other order, and for changes of orders, there is a program that needs
+it."""
 
 
 def program(seed: int) -> Rows:

@@ -43,7 +43,7 @@ problems = st.builds(
 
 
 @given(problems, st.lists(candidates, min_size=1, max_size=20), st.sampled_from(ARCHES))
-def test_chosen_fits(asked: Problem, offered: list[Candidate], target) -> None:
+def test_the_chosen_candidate_fits(asked: Problem, offered: list[Candidate], target) -> None:
     if not any(fits(asked, one, target) for one in offered):
         with pytest.raises(ValueError, match=target.name):
             choose(asked, offered, target)
@@ -75,7 +75,7 @@ def test_a_partial_wave_costs_a_whole_one() -> None:
     full, one_more = problem(64 * 132, 64, 512), problem(64 * 132 * 40 + 1, 64, 512)
     one = candidate(64, 64, 32, 3, 4)
     assert cost(one_more, one, H200) > cost(full, one, H200)
-    assert cost(replace(full, m=1), one, H200) == cost(replace(full, m=64), one, H200)  # unused rows of a block cost as much
+    assert cost(replace(full, m=1), one, H200) == cost(replace(full, m=64), one, H200)  # unused rows cost as much
 
 
 def test_table() -> None:
@@ -83,7 +83,7 @@ def test_table() -> None:
     slow, fast = OFFERED[2], OFFERED[4]
     table = {asked: ((slow, 9.0), (fast, 5.0), (candidate(256, 256, 64), 1.0))}
     assert choose(asked, OFFERED, H200, table) == (4, "table")
-    assert choose(asked, OFFERED[:4], H200, table) == (2, "table")  # the fastest is not available
+    assert choose(asked, OFFERED[:4], H200, table) == (2, "table")  # the fastest configuration of the table is not offered
 
 
 def test_nearest() -> None:
@@ -124,7 +124,7 @@ def test_what_was_measured_may_be_taken_though_inductor_does_not_offer_it() -> N
     asked, wide, tall = problem(2048, 3072, 768), candidate(128, 256, 64, 3, 8), candidate(256, 128, 64, 3, 8)
     table = {asked: ((wide, 1.0), (tall, 2.0))}
     assert measured(asked, table) == [wide, tall]
-    assert measured(problem(2048, 2304, 768), table) == [wide, tall]  # the nearest problem
+    assert measured(problem(2048, 2304, 768), table) == [wide, tall]  # measurements of the nearest problem
     assert measured(problem(2048, 128, 3072), {problem(2048, 256, 3072): table[asked]}) == [tall]  # not wider than the problem
     assert measured(problem(8, 16, 32), table) == []
     also = [*OFFERED, *measured(asked, table)]

@@ -27,7 +27,7 @@ from tests.pure.offline.test_arena import place as at
 
 
 class Placed(NamedTuple):
-    """A program's parts of the arena as (begin, end), and those that hold donated outputs."""
+    """The parts of the arena that a program uses, as (begin, end), and those of its donated outputs."""
 
     pieces: list[tuple[int, int]]
     kept: list[tuple[int, int]]
@@ -35,8 +35,8 @@ class Placed(NamedTuple):
 
 
 def check_calls(programs: Mapping[IntKey, Placed], calls: list[IntKey]) -> None:
-    """Checks calls that write to all their parts. The donated outputs of an entry (first number of a key) must stay until its next
-    call."""
+    """Simulates calls that write to all parts of their programs. The donated outputs of an entry (the first number of a key) must
+    stay unchanged until its next call."""
     memory = [-1] * max(placed.arena for placed in programs.values())
     left: dict[int, tuple[int, list[tuple[int, int]]]] = {}
     for number, key in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Branches and loops of lowered programs: the arena keeps what the turns of a loop need, and bodies become rows."""
+"""Branches and loops of lowered programs: the arena plan keeps values that later turns of a loop read, and bodies become rows."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def test_the_check_refuses_what_would_go_wrong(statements: list[Statement], orde
         ([("write", 0), ("loop", [("read", 0)]), ("loop", [("write", 1)])], False),
     ],
 )
-def test_two_share_a_place_where_no_turn_needs_both(statements: list[Statement], together: bool) -> None:
-    """The plan and the check agree on it."""
+def test_buffers_share_memory_if_no_turn_needs_both(statements: list[Statement], together: bool) -> None:
+    """Checks both the plan and the check of plans: two buffers may share memory only if no turn of a loop needs both."""
     program = lowered(statements)
     assert plan(program).arena == SIZE * (1 + together) + PAD
     shared = Plan(offsets=dict.fromkeys(range(BUFFERS), 0), arena=SIZE + PAD, bound=0)
@@ -222,7 +222,7 @@ def test_bodies_stand_behind_those_that_come_before_them() -> None:
 
 @pytest.mark.parametrize("event", [SetCondition(conditional=0, byte=Pointer(buffer=0, offset=0)), NextBody(conditional=0)])
 def test_the_plan_knows_every_event(event: Event) -> None:
-    """A condition's byte is needed until it is read."""
+    """For example, the byte of a condition is needed until the condition is read."""
     program = lowered([("write", 0), ("write", 1)])
     program = replace(program, events=(*program.events, event))
     last_uses = {lifetime.buffer: lifetime.last for lifetime in lifetimes(program)}

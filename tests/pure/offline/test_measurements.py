@@ -1,4 +1,4 @@
-"""Measured configurations: a reader gets what the tuner wrote, and the error for a broken file names the file."""
+"""Measured configurations: files of the tuner are read as they were written, and the error for a broken file names the file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Separately traced regions become one program with the same values in the same memory. Nothing is overwritten that a later region
-or the host still reads, and dead values free their memory."""
+"""Separately traced regions become one program with the same values in the same memory. No value is overwritten that a later region
+or the host still reads, and the memory of dead values is used again."""
 
 from __future__ import annotations
 
@@ -276,11 +276,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 Tag = object
-"""The content of a buffer: what was written to it, and from which values."""
+"""The content of a buffer: which event wrote it, and from which values."""
 
 
 def apart(case: Case) -> list[Tag]:
-    """Returns what the host reads, region by region, and the outputs, when every region has its own memory."""
+    """Runs every region with its own memory. Returns the values that the host reads, region by region, and the outputs."""
     values: dict[str, Tag] = dict.fromkeys(case.inputs, "given")
     seen: list[Tag] = []
     for region in case.regions:
@@ -297,7 +297,7 @@ def apart(case: Case) -> list[Tag]:
 
 
 def together(case: Case, merged: LoweredProgram, layout: Plan) -> list[Tag]:
-    """Returns the same for the merged program, with temporaries in one arena of blocks of 256 bytes."""
+    """Runs the merged program, with temporaries in one arena of blocks of 256 bytes. Returns the same as `apart`."""
     traced, memory = merged.lowered, dict[object, Tag]()
     views: dict[str, BufferView] = {}
     on_host: dict[str, Tag] = {}

@@ -1,4 +1,4 @@
-"""Kernels that start before the previous one has ended: which kernels do so, and what they read early."""
+"""Kernels that start before the previous one has ended: which kernels do so, and which loads they make before the wait."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def program(
 
 
 def parts(program: LoweredProgram) -> str:
-    """Returns a letter for every launch: "w" it waits, "b" it lets the next one start, "x" both, "." neither."""
+    """Returns a letter for every launch: "w" if it waits, "b" if it lets the next one start, "x" for both, "." for neither."""
     letters = ""
     for event in program.lowered.events:
         if isinstance(event, Launch):
@@ -266,7 +266,7 @@ NAMES = ["a", "b", "c", "n"]
 
 @st.composite
 def statements(draw: st.DrawFn) -> str:
-    """Draws a kernel's body of loads, sums and stores. Names are assigned twice and read before that."""
+    """Draws the body of a kernel: loads, sums and stores. Some names are read and then assigned again."""
     known, body = ["n", "p"], []
     for _ in range(draw(st.integers(1, 9))):
         index, target = draw(st.sampled_from(known)), draw(st.sampled_from(NAMES))
@@ -288,7 +288,8 @@ def statements(draw: st.DrawFn) -> str:
 
 
 def ran(source: str, late: bool) -> list[int]:
-    """Returns what a kernel writes. The one before writes `x` and `out` during its wait (`late`), or before its start."""
+    """Returns what a kernel writes. The previous kernel writes `x` and `out` during this kernel's wait (`late`), or before its
+    start."""
     memory = {"x": [0] * 8, "w": [3, 1, 4, 1, 5, 9, 2, 6], "out": [0] * 8}
 
     def earlier() -> None:

@@ -169,7 +169,8 @@ def test_a_launch_becomes_a_node_with_every_pointer_relocated() -> None:
 
 
 def test_every_region_of_a_program_is_a_recording_over_the_same_memory() -> None:
-    """A value that one region leaves for the next has one address in both. The host's read between them is no node."""
+    """A value that one region writes and the next one reads has the same address in both. The host's read between them is no
+    node."""
     program = traced(
         launch(place(INPUT_BUFFER), place(FIRST)),
         HostRead(buffer=FIRST),

@@ -31,7 +31,7 @@ def problem(m: int, n: int, k: int, dtype: str = "bfloat16", kind: str = "mm") -
 
 
 def table(times: dict[Problem, float]) -> Table:
-    """Returns measurements of one candidate each, and of a slower one that must not be used."""
+    """Returns a table: for each problem a candidate with this time, and a slower one that must not be used."""
     slower = replace(TILE, stages=1)
     return {known: [(TILE, time), (slower, 100 * time)] for known, time in times.items()}
 
@@ -42,19 +42,19 @@ def measured(whole: Problem, times: dict[int, float]) -> Table:
 
 
 def reading(known: Problem, cut: int) -> float:
-    """Returns the microseconds of one more kernel, which reads `cut` float32 results of m x n."""
+    """Returns the microseconds of the additional kernel that sums the parts: it reads `cut` float32 results of m x n."""
     return 0.0 if cut == 1 else LAUNCH + 4 * cut * known.m * known.n / READ * 1e6
 
 
 def estimated(whole: Problem, cut: int, target: Arch) -> float:
-    """Returns microseconds by the cost model: the best tile that fits (else the first one), and the reading of the sums."""
+    """Returns microseconds by the cost model: of the best tile that fits (else the first one), plus `reading`."""
     wanted = split_problem(whole, cut)
     tiles = [tile for tile in TILES if fits(wanted, tile, target)] or TILES[:1]
     return min(cost(wanted, tile, target) for tile in tiles) / CLOCK * 1e6 + reading(whole, cut)
 
 
 def allowed(whole: Problem, cut: int) -> bool:
-    """Returns whether all parts have the same number of whole blocks of 16 elements, and are long enough."""
+    """Returns whether a split is allowed: all parts have the same number of complete blocks of 16 elements, and are long enough."""
     return cut in SPLIT_FACTORS and whole.k % cut == 0 and (whole.k // cut) % 16 == 0 and whole.k // cut >= SHORTEST
 
 
@@ -97,7 +97,7 @@ def test_a_narrow_product_is_cut_and_a_wide_one_is_not() -> None:
 
 @pytest.mark.parametrize(("k", "most"), [(64, 1), (127, 1), (128, 2), (144, 1), (160, 2), (256, 4), (512, 8), (1040, 1)])
 def test_pieces_are_whole_blocks_and_not_too_short(k: int, most: int) -> None:
-    """If every split was measured to be better than fewer parts, the largest factor that k allows is used."""
+    """In the measurements more parts are always faster. So the largest factor that k allows is used."""
     whole = problem(16, 16, k)
     assert split_factor(whole, H200, measured(whole, {1: 1000.0, 2: 500.0, 4: 250.0, 8: 125.0})) == most
 
@@ -128,7 +128,7 @@ def test_a_cut_must_be_worth_it() -> None:
 
 
 def test_reading_the_sums_counts() -> None:
-    """Two parts of 4096 x 4096 float32 add 134 MB to read."""
+    """The sums of two parts of 4096 x 4096 are 134 MB of float32, which must be read."""
     whole = problem(4096, 4096, 4096)
     assert reading(whole, 2) > 60
     assert split_factor(whole, H200, measured(whole, {1: 100.0, 2: 60.0})) == 1

@@ -1,4 +1,4 @@
-"""Blocks of addresses kept as sums load the same elements as addresses that are computed at once."""
+"""The interpreter keeps blocks of addresses as sums: loads give the same elements as with computed addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPE = (INSTANCES, ROWS, COLUMNS)
 
 
 def pointers(memory: Memory, row: int, column: int, start: int = 0) -> Sum:
-    """Returns the addresses of every instance's block, with these byte distances between rows and columns."""
+    """Returns the addresses of the block of every program instance, with these byte distances between rows and columns."""
     instance = np.arange(INSTANCES).reshape(-1, 1, 1) * (row * ROWS if row > column else column * COLUMNS)
     rows, columns = np.arange(ROWS).reshape(1, -1, 1) * row, np.arange(COLUMNS).reshape(1, 1, -1) * column
     addresses = summed([instance + memory.address(3, start), rows, columns, np.full((1, 1, 1), 0)], SHAPE, None)

@@ -1,4 +1,4 @@
-"""The cuts are valid, contain each operation once, and are as few as a search over all orders finds."""
+"""Layers (the parts between cuts) are valid, contain each operation once, and are as few as a search over all orders finds."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def fewest(kinds: Sequence[Kind], edges: Edges) -> int:
 def closed_sets(
     rest: frozenset[int], before: list[set[int]], done: frozenset[int], allowed: set[str], kinds: Sequence[Kind]
 ) -> list[frozenset[int]]:
-    """Returns every non-empty set of operations of the allowed kinds whose dependencies are done or in the set."""
+    """Returns every non-empty set of operations of the allowed kinds whose dependencies are in `done` or in the set."""
     usable = sorted(position for position in rest if kinds[position] in allowed)
     sets = [frozenset(usable[bit] for bit in range(len(usable)) if mask >> bit & 1) for mask in range(1, 1 << len(usable))]
     return [candidate for candidate in sets if all(before[position] <= done | candidate for position in candidate)]
 
 
 def by_filling(kinds: Sequence[Kind], edges: Edges) -> int:
-    """Returns the fewest layers when each takes all that it can, for both kinds of the first layer."""
+    """Returns the fewest layers if every layer takes all operations that it can. Tries both kinds for the first layer."""
     counts = []
     for first in (0, 1):
         left, count = set(range(len(kinds))), 0
@@ -71,7 +71,7 @@ def by_filling(kinds: Sequence[Kind], edges: Edges) -> int:
                 took += len(ready)
             count += 1
             if not took and count == 1:
-                count = len(kinds) + 2  # no order starts with this kind
+                count = len(kinds) + 2  # excludes this kind as the first layer
         counts.append(count)
     return min(counts)
 
@@ -98,7 +98,7 @@ def test_the_cuts_are_the_fewest_that_any_order_allows(graph: tuple[list[Kind], 
 
 
 def test_five_hundred_programs() -> None:
-    """Programs of up to 80 operations are chains with skips, like models. Many have several layers."""
+    """Random programs of up to 80 operations are chains with skip connections, like models. Many need several layers."""
     rng = random.Random(0)
     counts = []
     for _ in range(500):
@@ -132,13 +132,14 @@ def shape(layers: Sequence[Layer]) -> list[tuple[str, tuple[int, ...]]]:
     return [(layer.kind, layer.operations) for layer in layers]
 
 
-def test_what_need_not_move_stays() -> None:
-    """The last operation depends on nothing and could be first, but it comes after the host's operation."""
+def test_operations_move_only_if_that_saves_a_cut() -> None:
+    """The last operation depends on nothing and could come first, but this would save no cut."""
     assert shape(cut(["graph", "host", "graph", "graph"], [(0, 1), (1, 2)])) == [("graph", (0,)), ("host", (1,)), ("graph", (2, 3))]
 
 
 def test_operations_move_where_that_saves_a_cut() -> None:
-    """There are two host operations, one of them between graph operations. Without moves five layers would be necessary."""
+    """There are two operations of the host, one of them between operations of a graph. If no operation moved, five layers would be
+    necessary."""
     assert shape(cut(["graph", "host", "graph", "host", "graph"], [(0, 1), (0, 3), (1, 4), (2, 4)])) == [
         ("graph", (0, 2)),
         ("host", (1, 3)),
@@ -187,7 +188,7 @@ def test_the_only_graph_stays_and_of_several_the_largest() -> None:
 
 
 def test_what_another_graph_can_take_does_not_go_to_the_host() -> None:
-    """Operation 3 is in the small graph, but all its dependencies are in the earlier graph."""
+    """Operation 3 of the small graph depends only on the first graph, and moves there."""
     kinds: list[Kind] = ["graph", "host", "graph", "graph", "host", "graph"]
     layers = cut(kinds, [(0, 1), (1, 2), (2, 4), (4, 5), (0, 3)], small=2)
     assert [layer.kind for layer in layers] == ["graph", "host", "graph"]

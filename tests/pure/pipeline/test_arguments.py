@@ -1,4 +1,4 @@
-"""A call as the model takes it: arranged from tensors, written for people, with its constants."""
+"""The arguments of a model's call: made from tensors, printed as Python code, and with constants."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CALLS: list[tuple[str, list[Row]]] = [
 
 
 @pytest.mark.parametrize(("text", "rows"), CALLS)
-def test_what_is_spelled_is_a_call_that_the_guard_takes(text: str, rows: list[Row]) -> None:
+def test_the_printed_call_is_accepted(text: str, rows: list[Row]) -> None:
     entry = bundle(*rows)
     assert spelled(entry) == text
     flatten = flattener(entry.call, entry.parameters)
@@ -67,7 +67,7 @@ def test_what_is_spelled_is_a_call_that_the_guard_takes(text: str, rows: list[Ro
 
 
 def test_an_argument_of_several_parts_is_spelled_with_them() -> None:
-    """The printed text runs as it is, with the tensors under the names of the signature."""
+    """The printed text is valid Python, in which tensors have the names of the signature."""
     layer = {"record": ["Layer", "object", ["keys", "size"], [{"tensor": 1}, {"value": None}]]}
     tree = {"dict": [["x", TENSOR], [7, {"tuple": [layer]}], ["more", {"list": [constant("a"), {"tuple": []}]}]]}
     entry = bundle(("batch", tree, False, ...), ("long", {"list": [{"tensor": 2}, *[constant("x" * 200)]]}, False, ...))

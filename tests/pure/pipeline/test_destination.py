@@ -1,4 +1,4 @@
-"""Problems with a bundle's destination are reported before any work, in the user's terms."""
+"""Problems with a bundle's destination are reported before any work, with the path that the user gave."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_errors_of_the_work(tmp_path: Path) -> None:
-    """A failure in the stage is reported as one of the output. A failure elsewhere stays as it is."""
+    """A failure in the staging folder is reported with the path of the output. Other failures are raised unchanged."""
     path = tmp_path / "b.cgb"
     with raises("output-unwritable", match="b.cgb: .*File too large"), staged_bundle(path, force=False) as folder:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), "/tmp/model.so", None, str(folder / "model.so"))
@@ -107,7 +107,7 @@ ALONE = ("unshare", "--user", "--map-root-user", "--mount")
 )
 @pytest.mark.parametrize("how", ["copy", "write"])
 def test_a_disk_that_runs_full(tmp_path: Path, how: str) -> None:
-    """A copy's error names the file that is read first, and this file is in the temporary folder."""
+    """The error of a copy first names the file that it reads, which is in the temporary folder."""
     done = subprocess.run(
         [*ALONE, sys.executable, "-c", FULL, str(tmp_path), how], env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'bundles'}"},
         capture_output=True, text=True, check=False,

@@ -79,7 +79,7 @@ def test_an_entry_without_dimensions_is_told_to_leave_sizes_out() -> None:
 
 
 @pytest.mark.parametrize("options", [[1, 8], "1,8", ["batch=1,8"], {"batch": [1, 8]}, ["forward:batch=1,8"], {"forward": [8, 1]}])
-def test_one_entry_is_given_as_ever(options: Any) -> None:
+def test_sizes_of_a_single_entry(options: Any) -> None:
     assert sizes(options, {"forward": ("batch",)}) == {"forward": {"batch": (1, 8)}}
 
 

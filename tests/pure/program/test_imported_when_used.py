@@ -13,8 +13,8 @@ from tests.helpers.imports import modules
 from tests.helpers.places import ROOT
 
 MODULES, LINES = 54, 8_970
-"""Limits for what a load may import, including the library of the first call's inputs: 290 lines for tensors of our own. Lower them
-where possible. A commit that needs more says why."""
+"""Limits for the modules and lines that a load may import. They include the adapter for the library of the first call's inputs, 290
+lines for tensors of cgbundle. Lower the limits where possible. A commit that raises them says why."""
 
 SELDOM = (
     "call.aliasing", "call.profile", "call.structure", "call.warmup",

@@ -272,7 +272,7 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line(
     assert "\n" not in message and caught.value.exit_code == 2
     assert backend.calls == []
     run(numbers((2, 3)))
-    run.close()  # the refused call has ended: close does not wait for it
+    run.close()  # close does not wait: the refused call has ended
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_a_refused_call_makes_no_view_stale() -> None:
 
 
 def test_a_view_is_stale_when_another_threads_replay_came_after_its_own() -> None:
-    """The other thread's call had already waited for its turn when this call's views were made."""
+    """When this call made its views, the call of the other thread was already waiting for its turn."""
     first_runs, second_waits = threading.Event(), threading.Event()
 
     def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
@@ -436,7 +436,7 @@ def test_a_view_without_axes_has_no_length() -> None:
         len(view)
 
 
-# --- threads and the end ---------------------------------------------------------------------------------------------
+# --- threads and closing ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -488,7 +488,7 @@ def test_close_waits_for_the_running_call_and_refuses_new_ones() -> None:
 
 
 def test_a_view_that_a_running_call_gives_while_the_program_is_closed_is_stale() -> None:
-    """On a GPU its memory is freed as soon as the call ends."""
+    """On a GPU the view's memory is freed as soon as the call ends."""
     running, go_on = threading.Event(), threading.Event()
 
     def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:

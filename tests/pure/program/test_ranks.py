@@ -95,13 +95,13 @@ def test_two_ranks_may_be_on_one_gpu(fake: RanksDriver, path: Path) -> None:
 def test_any_order_of_the_streams(
     tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[int, int | None]], seed: int, world: int
 ) -> None:
-    """With inputs of the CPU and the GPU and mixed sizes, every output is right, whichever stream proceeds."""
+    """Every output is right, in whatever order the streams run, for inputs on the CPU and the GPU of several sizes."""
     folder = BUNDLES.get(world) or BUNDLES.setdefault(world, written(tmp_path_factory.mktemp("any") / "many.cgb", world))
     with pytest.MonkeyPatch.context() as patch:
         for fake in installed(patch, RanksDriver(world, seed)):
             with cgbundle.load(folder, outputs="view") as program:
                 for number, (key, device) in zip(count(), calls):
-                    held = batch(key, number, device)  # keep it until the stream has read it, like an allocator with streams
+                    held = batch(key, number, device)  # kept until the stream has read it, as an allocator with streams would
                     output = program(held)
                     if device is not None:
                         fake.settle()
@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_come_is_named(fake: RanksDriver, path: Path, monke
         patch.setattr(backend, "_follow", lambda *_: None)
         with raises("rank-timeout", match=r"rank 0 on device 0 waited 0.5 s for rank 1, which did not respond"):
             program(batch(4))
-    with raises("rank-timeout"):  # the flags of the two are out of step
+    with raises("rank-timeout"):  # the two ranks wait for different exchanges
         program(batch(4))
     program.close()
     check_nothing_is_left(fake)
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named(fake: RanksDriver, path: Path, monke
         assert flat(again(batch(4))) == wanted(4)
 
 
-def test_what_it_does_not_do(fake: RanksDriver, path: Path) -> None:
+def test_what_ranks_refuse(fake: RanksDriver, path: Path) -> None:
     for devices in ([0], [0, 1, 0]):
         with raises("ranks-refused", match=r"over 2 GPUs, devices="):
             cgbundle.load(path, devices=devices)
@@ -165,7 +165,7 @@ GIVING_BACK = ("Destroy", "Free", "Unmap", "Unload", "Release", "PopCurrent", "E
 def test_a_gpu_on_which_not_all_blocks_fit_at_once(fake: RanksDriver, path: Path) -> None:
     fake.multiprocessors = 1
     cgbundle.load(path).close()
-    fake.devices = 4  # one is used: the driver takes this for the number of ranks
+    fake.devices = 4  # one of these is used: the fake driver's number of ranks is its number of devices
     with raises(
         "wrong-machine",
         match=r"device 0 \(Fake GPU\) can run 2 blocks of cgcompile_packets_float32 at once, but 4 x 1 blocks wait for each other",

@@ -1,4 +1,4 @@
-"""Processes of ranks find each other over a socket, here as threads. They record their calls."""
+"""Processes of ranks (here threads) find each other by a socket, and record their calls in shared memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.pure.program.test_ranks import check_nothing_is_left, flat, path  # n
 
 
 def part(content: bytes) -> int:
-    """Returns a descriptor that stands for memory."""
+    """Returns a file descriptor, which replaces one for memory of a GPU."""
     descriptor = os.memfd_create("part")
     os.write(descriptor, content)
     return descriptor
@@ -59,7 +59,7 @@ def done(connected: Connected) -> None:
 
 
 def test_every_rank_gets_the_memory_of_all(tmp_path: Path) -> None:
-    gc.collect()  # closes files that earlier tests left open in cycles
+    gc.collect()  # closes files of earlier tests in reference cycles
     descriptors = len(os.listdir("/proc/self/fd"))
     outcomes = connect_all(tmp_path / "meeting", [(2, "b"), (0, "b"), (1, "b")], 3)
     for connected in outcomes:
@@ -73,7 +73,7 @@ def test_every_rank_gets_the_memory_of_all(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors, "every descriptor was closed"
 
 
-def test_who_does_not_come_is_named(tmp_path: Path) -> None:
+def test_a_missing_process_is_named(tmp_path: Path) -> None:
     for error in connect_all(tmp_path / "meeting", [(0, "b"), (1, "b")], 3, timeout=0.3):
         assert isinstance(error, CgbundleError) and error.code == "rank-timeout"
     (error,) = connect_all(tmp_path / "meeting", [(0, "b")], 2, timeout=0.1)
@@ -116,7 +116,7 @@ def test_a_socket_that_was_left_is_replaced_and_one_that_is_used_is_not(tmp_path
 @settings(deadline=None)
 @given(calls=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=30))
 def test_calls_of_other_programs_are_found_and_no_others(calls: list[tuple[int, int]]) -> None:
-    """They are found in any order: a rank may be any number of calls ahead of others."""
+    """The comparison finds the first call in which two ranks differ. A rank may be any number of calls ahead of the others."""
     page = os.memfd_create("call_log")
     os.truncate(page, call_log_bytes(3))
     logs = [CallLog(page, rank, 3) for rank in range(3)]

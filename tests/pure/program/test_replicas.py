@@ -109,7 +109,7 @@ def test_inputs_of_a_gpu_are_served_there(fake: FakeDriver, path: Path) -> None:
         for device in (0, 0, 2, 0):
             output = replicas(batch(4, device, device))
             assert output.tensor.device == device and flat(output.tensor) == wanted(4, device)
-            assert replicas(output).tensor.device == device  # an output returns to its input's device
+            assert replicas(output).tensor.device == device  # an output is on the device of its input
         with raises("input-device", match="lie on CUDA device 1, and the bundle is on 2, 0"):
             replicas(batch(4, 0, 1))
         with raises("input-kind"):
@@ -121,10 +121,10 @@ def test_a_call_goes_where_the_fewest_run(fake: FakeDriver, path: Path) -> None:
         first, _ = replicas.programs
         with ThreadPoolExecutor(1) as pool, first._backend.locked(None):
             held = pool.submit(replicas, batch(4))
-            while replicas._load._running == [0, 0]:  # it waits for the first device, whose turn it is
+            while replicas._load._running == [0, 0]:  # until the call waits for the first device, which this thread holds
                 pass
             for seed in range(5):
-                assert flat(replicas(batch(4, seed))) == wanted(4, seed)  # all on the second device
+                assert flat(replicas(batch(4, seed))) == wanted(4, seed)  # all these calls run on the second device
             assert replicas._load._running == [1, 0] and not held.done()
         assert flat(held.result()) == wanted(4)
         assert replicas._load._running == [0, 0]
@@ -157,7 +157,7 @@ def test_an_update_is_on_all_devices_or_on_none(fake: FakeDriver, path: Path) ->
     old = {"offsets": from_bytes(array("f", range(len(other))).tobytes(), "float32", (len(other),))}
     before, after = wanted(4), [number + 1 for number in wanted(4)]
     with cgbundle.load(path, devices=[0, 1], replicas=True, lazy=False) as replicas:
-        # driver calls are counted: the background may make none
+        # driver calls are counted, so no background thread may make any
         replicas.update(weights)
         assert [flat(program(batch(4))) for program in replicas.programs] == [after, after]
         replicas.update(old, partial=True)
@@ -168,13 +168,13 @@ def test_an_update_is_on_all_devices_or_on_none(fake: FakeDriver, path: Path) ->
         replicas.update(old, partial=True)
         fake.fail_at = len(fake.calls) + second - calls
         with raises("driver-failed", match="cuStreamCreate"):
-            replicas.update(weights)  # the first device has taken its copy by now
+            replicas.update(weights)  # the first device has been updated by now
         assert [flat(program(batch(4))) for program in replicas.programs] == [before, before]
         with raises("update-invalid", match="device 0"):
             replicas.update({**weights, "small": Tensor(0, "uint8", (3,), (1,), None, 0)})
 
 
-def test_what_cannot_be_loaded_so(fake: FakeDriver, path: Path) -> None:
+def test_options_that_replicas_refuse(fake: FakeDriver, path: Path) -> None:
     for devices in ([], [1, 1]):
         with pytest.raises(ValueError, match="different ones, at least one"):
             cgbundle.load(path, devices=devices, replicas=True)

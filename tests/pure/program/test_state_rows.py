@@ -83,8 +83,8 @@ def test_calls_find_the_state_where_it_lies(fake: FakeDriver, bundle: tuple[Mani
             assert session.state["total"].shape == (rows, 4) and not any(program.state["total"].tobytes())
 
 
-def test_nobody_says_how_many(fake: FakeDriver, tmp_path: Path) -> None:
-    """By default it gets nine tenths of the fake GPU's memory that is free otherwise, or as many rows as are useful."""
+def test_default_numbers_of_rows(fake: FakeDriver, tmp_path: Path) -> None:
+    """By default state gets nine tenths of the fake GPU's free memory, or as many rows as are useful."""
     limited = rows_bundle.write(tmp_path / "most.cgb", most=50)
     with opened((limited, tmp_path / "most.cgb")) as program:
         assert program.state.rows == {"rows": 50}
@@ -112,7 +112,7 @@ def test_numbers_that_cannot_be(bundle: tuple[Manifest, Path], asked: dict[str, 
 
 
 def test_memory_is_shared_out(bundle: tuple[Manifest, Path]) -> None:
-    """Dimensions get equal parts. The unused rest of one goes to the other."""
+    """Dimensions get equal parts of the memory. The other one also gets the unused rest of a part."""
     lines, total = bundle[0].state_dimensions[0].weights
     two = (StateDimension(name="a", weights=(lines,)), StateDimension(name="b", weights=(total,)))
     room = Room(2 * (24000 + LINES), 0.5, "the machine")

@@ -1,4 +1,4 @@
-"""Wrong arguments of every kind give an error of ours, a TypeError or a ValueError, of one line. Nothing is left behind."""
+"""Wrong arguments of every kind give a CgbundleError, a TypeError or a ValueError of one line. No object of the driver remains."""
 
 from __future__ import annotations
 
@@ -262,9 +262,9 @@ def test_what_is_no_capsule_and_no_device() -> None:
         refusal(lambda capsule=capsule: run(Shared(capsule)), CgbundleError)  # type: ignore[misc]
     for device in (None, 5, (1, 0, 0), ("a", "b"), lambda: 1 / 0, (10**30, 0), (-1, 0), (1.0, 0), Odd()):
         refusal(lambda device=device: run(Shared(capsules.capsule(), device)), CgbundleError)  # type: ignore[misc]
-    assert run(Shared(capsules.capsule(strides=(0, 1))))  # repeats one row
+    assert run(Shared(capsules.capsule(strides=(0, 1))))  # a stride of 0: one row, repeated
     one = capsules.capsule()
-    assert run(Shared(one)) and run(Shared(one))  # it is only read, not consumed
+    assert run(Shared(one)) and run(Shared(one))  # a call reads the capsule but does not consume it
 
 
 # --- NumPy ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""bundles/cgserve/language/adapters.py: what is read from PEFT's folders, and what is refused in one line."""
+"""bundles/cgserve/language/adapters.py: adapters are read from folders of PEFT, and invalid ones are refused in one line."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_bank_of_a_bundle(bank: Bank) -> None:
 
 
 class Written:
-    """An adapter of rank 2 in a folder, with a factor for both layers of number 1."""
+    """A folder with an adapter of rank 2, which has factors for both kinds of layers, of layer number 1 only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -151,8 +151,8 @@ def test_files_that_are_refused(tmp_path: Path, bank: Bank) -> None:
         read_adapter(tmp_path, bank)
 
 
-def test_beginnings_are_shared_among_texts_of_one_adapter() -> None:
-    """This also holds after another adapter has taken the first one's slot."""
+def test_prefixes_are_shared_between_texts_of_one_adapter() -> None:
+    """This also holds after another adapter is loaded into the place of the first one."""
     from cgserve.scheduling.requests import NO_ADAPTER, Adapter, Limits, Request, Sampling, Token
     from cgserve.scheduling.scheduler import Scheduler
 

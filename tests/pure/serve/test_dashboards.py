@@ -1,4 +1,4 @@
-"""Metrics of the server under the names of vLLM and Triton: what a Prometheus parser reads."""
+"""Metrics of the server under the names of vLLM and Triton, as a Prometheus parser reads them."""
 
 from __future__ import annotations
 

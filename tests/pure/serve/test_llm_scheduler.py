@@ -1,4 +1,5 @@
-"""bundles/cgserve/scheduling: whatever requests come and go, pages and lanes have one owner, and every request is served."""
+"""bundles/cgserve/scheduling: for any sequence of requests and disconnects, pages and lanes have one owner, and every request is
+served."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def scheduling() -> Any:
 
 
 class Followed:
-    """Rules that check their calls: once for every token of an answer, in order, and again where a text is read again."""
+    """Rules that check how they are called: once for every token of an answer, in order; and with the last token again if a text is
+    recomputed."""
 
     def __init__(self, prompt: int) -> None:
         self.prompt, self.tokens = prompt, list[int]()
@@ -40,10 +42,10 @@ class Followed:
 
 
 class World:
-    """A scheduler, a model that continues every text in its own way, and a check of every step.
+    """A scheduler, a model whose next token depends on the complete text, and a check of every step.
 
-    `cache` stands for the pages: it holds the hash of the text and its last token for each (page, place). A call runs when it is
-    planned. Its results are reported later if the scheduler plans ahead.
+    `cache` replaces the pages: for each (page, place) it holds the hash of the text up to this token, and the token. A call runs
+    when it is planned. Its results are reported later if the scheduler plans ahead.
     """
 
     def __init__(self, scheduling: Any, limits: Any) -> None:
@@ -52,18 +54,18 @@ class World:
         self.cache: dict[tuple[int, int], tuple[int, int]] = {}
         self.slots: dict[int, object] = {}
         self.requests: dict[object, Any] = {}
-        self.every: dict[object, Any] = {}  # also those that ended or left
+        self.every: dict[object, Any] = {}  # also requests that have ended or were cancelled
         self.generated: dict[object, list[int]] = {}
         self.ended: dict[object, str] = {}
         self.entries: list[str] = []
         self.read: dict[object, int] = {}  # tokens of prompts that calls have read
-        self.under_way: deque[tuple[Any, Any]] = deque()  # steps and their results
+        self.under_way: deque[tuple[Any, Any]] = deque()  # steps whose results are not reported yet, and the results
         self.fails = False
 
     def add(
         self, key: object, prompt: int, most: int, stop: int = -1, family: object = None, *, ruled: bool = False, **sampling: Any
     ) -> None:
-        """Adds a request. Texts of one `family` begin alike."""
+        """Adds a request. Prompts of one `family` have equal beginnings."""
         tokens = prompt_of(key if family is None else family, prompt)
         sampled = self.scheduling.Sampling(**sampling)
         rules = Followed(prompt) if ruled else None
@@ -192,13 +194,14 @@ class World:
 
 
 def prompt_of(family: object, count: int) -> tuple[int, ...]:
-    """Returns a prompt. Prompts of families that are numbers differ from family 0's after some place of their own."""
+    """Returns a prompt of `count` tokens. If `family` is a number, the prompt begins like that of family 0, for 5 (family % 4)
+    tokens."""
     parts = family % 4 * 5 if isinstance(family, int) else 0
     return tuple([hash((0 if place < parts else family, place)) % 1000 for place in range(count)])
 
 
 def following(text: list[int]) -> int:
-    """Returns the token after a text. It represents a model at temperature 0."""
+    """Returns the next token of a text, like a model at temperature 0."""
     return hash(tuple(text)) % 1000
 
 
@@ -229,7 +232,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(limits=LIMITS, sharing=SHARING, events=EVENTS)
-def test_any_order_of_coming_and_going(
+def test_requests_and_cancellations_in_any_order(
     scheduling: Any, limits: dict[str, Any], sharing: dict[str, bool], events: list[tuple[Any, ...]]
 ) -> None:
     world = World(scheduling, scheduling.Limits(**limits, **sharing, vocabulary=1000))
@@ -239,7 +242,7 @@ def test_any_order_of_coming_and_going(
             prompt = 1 + rest[0] % (context - 1)
             most = 1 + rest[1] % (context - prompt)
             stop, family = -1, rest[1] % 8
-            if rest[2] == 0:  # a normal token
+            if rest[2] == 0:  # an ordinary token is the stop token
                 stop = continued(prompt_of(family, prompt), most, ())[rest[1] % most]
             penalty = 1.5 if rest[2] == 3 else 1.0
             world.add(number, prompt, most, stop, family, alternatives=int(rest[2] == 1), penalty=penalty, ruled=rest[0] % 3 == 0)
@@ -270,7 +273,7 @@ def test_any_order_of_coming_and_going(
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_twenty_thousand_requests_leak_no_page(scheduling: Any, shared: bool) -> None:
-    """A third of the requests is cancelled."""
+    """A third of the requests are cancelled."""
     order = random.Random(0)
     sizes: dict[str, Any] = {"page": 4, "pages": 60, "slots": 17, "blocks": 16, "readers": (1, 4), "chunk": 4, "lanes": 16}
     limits = scheduling.Limits(**sizes, several=shared, shared=shared)
@@ -313,8 +316,9 @@ def test_prompts_and_tokens_take_turns(scheduling: Any) -> None:
     assert world.entries == ["prefill", *["decode", "prefill"] * 5]
 
 
-def test_the_oldest_is_never_put_off(scheduling: Any) -> None:
-    """Texts of up to 28 tokens share eight pages of four: the newest give their pages back, and continue before any that waits."""
+def test_the_oldest_request_is_never_preempted(scheduling: Any) -> None:
+    """There are eight pages of four tokens for texts of up to 28 tokens. The newest texts give their pages back, and continue
+    before requests that have not begun."""
     world = World(scheduling, roomy(scheduling, pages=9, lanes=3))
     for name in range(5):
         world.add(name, 4, 24)
@@ -327,7 +331,7 @@ def test_the_oldest_is_never_put_off(scheduling: Any) -> None:
     world.check_empty()
 
 
-def test_a_late_one_is_not_starved_by_those_that_keep_coming(scheduling: Any) -> None:
+def test_a_late_request_is_not_starved_by_new_ones(scheduling: Any) -> None:
     world = World(scheduling, roomy(scheduling, pages=9, lanes=2))
     world.add("large", 24, 8)
     coming = 0
@@ -436,8 +440,8 @@ def sharing(scheduling: Any, **other: Any) -> World:
     return World(scheduling, roomy(scheduling, **sizes | other))
 
 
-def test_an_equal_beginning_is_read_once(scheduling: Any) -> None:
-    """20 texts come at once: 24 tokens are common, up to 6 are their own."""
+def test_a_common_prefix_is_read_once(scheduling: Any) -> None:
+    """20 texts come at once. Their first 24 tokens are equal, and up to 6 more differ."""
     world = sharing(scheduling)
     for number in range(20):
         tokens = prompt_of("all", 24) + prompt_of(str(number), 1 + number % 6)
@@ -456,9 +460,9 @@ def test_an_equal_beginning_is_read_once(scheduling: Any) -> None:
     world.check_empty()
 
 
-def test_what_was_used_least_recently_goes_first(scheduling: Any) -> None:
-    """Of twelve pages a text takes five, four of which are worth keeping. First the last pages of "b" go, then all of "b", then the
-    last page of "a", which was used again."""
+def test_the_least_recently_used_pages_are_evicted_first(scheduling: Any) -> None:
+    """A text takes five of twelve pages, and four of these are kept when it ends. First the last pages of "b" are used again, then
+    all pages of "b", then the last page of "a", which was used later."""
     world = sharing(scheduling, pages=13, blocks=12)
     for name in ("a", "b", "a", "c", "d"):
         world.add(object(), 17, 1, family=name)
@@ -482,8 +486,9 @@ def test_a_text_whose_penalty_counts_tokens_reads_all_of_them(scheduling: Any) -
     assert world.read == {"a": 30, "b": 30, "c": 2}
 
 
-def test_tokens_that_were_made_are_not_shared(scheduling: Any) -> None:
-    """Other kernels compute them. A text that continues an answer reads the answer again, as without sharing."""
+def test_generated_tokens_are_not_shared(scheduling: Any) -> None:
+    """Other kernels computed the cache of these tokens, with other rounding. A prompt that continues an answer computes the tokens
+    of the answer again."""
     world = sharing(scheduling)
     world.add("a", 9, 20)
     while world.step():
@@ -501,7 +506,7 @@ def test_tokens_that_were_made_are_not_shared(scheduling: Any) -> None:
 
 
 def lanes_of_steps(scheduling: Any, prompts: dict[str, int], steps: int, **other: Any) -> list[list[str]]:
-    """Returns the owners of the lanes of this many prefill calls, for prompts that come in this order."""
+    """Returns the requests in the lanes of the first `steps` prefill calls, for prompts in the order of arrival."""
     scheduler = sharing(scheduling, shared=False, **other).scheduler
     for key, count in prompts.items():
         scheduler.add(key, scheduling.Request(prompt=prompt_of(key, count), most=1))

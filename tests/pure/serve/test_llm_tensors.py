@@ -1,4 +1,4 @@
-"""bundles/cgserve/language/lane_tables.py: tensors that are reused between calls equal those that a new call would write."""
+"""bundles/cgserve/language/lane_tables.py: tensors that calls use again equal tensors that are written anew."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CALLS = st.lists(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.booleans()), max_size=BATCH, unique_by=lambda lane: lane[0]),
     max_size=12,
 )
-"""The lanes of every call: the number of a text, how many pages were added to it, and whether it has begun again."""
+"""The lanes of every call: the number of a text, how many pages were added to it, and whether the text was started again."""
 
 
 def columns(tables: LaneTables, counts: list[int]) -> dict[str, Any]:
-    """Returns what a call reads. Of a prefill's lanes only the valid tokens count."""
+    """Returns the values that a call reads: of the tokens of a prefill's lanes only the valid ones."""
     ids = [row[:count] for row, count in zip(tables.ids.tensor.tolist(), [*counts, *[1] * (BATCH - len(counts))], strict=True)]
     others = {name: getattr(tables, name).tensor.tolist() for name in ("count", "start", "slot", "adapter", "pages", "stop")}
     return others | {name: column.tensor.tolist() for name, column in tables.sampling.items()} | {"ids": ids}

@@ -33,7 +33,8 @@ def bytes_alone() -> Any:
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Any:
-    """Returns a tokenizer like Llama 2's: spaces belong to words and are dropped at a text's start; unknown text becomes bytes."""
+    """Returns a tokenizer like that of Llama 2. Spaces belong to words and are dropped at the start of a text; unknown text becomes
+    bytes."""
     words = ["▁", "▁the", "▁cat", "s", "a", "▁a"]
     names = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], *words]
     vocabulary = {name: number for number, name in enumerate(names)}
@@ -48,7 +49,7 @@ def pieces(modules: SimpleNamespace, tokenizer: Any, prompt: list[int], ids: lis
     return [*[detokenizer.push(token) for token in ids], detokenizer.end()]
 
 
-# --- text as tokens come ----------------------------------------------------------------------------------------------
+# --- streamed text ----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
@@ -165,7 +166,7 @@ def test_what_a_folder_says(modules: SimpleNamespace, tmp_path: Path) -> None:
 
 
 def test_versions_share_a_tokenizer_that_is_the_same(modules: SimpleNamespace, tmp_path: Path) -> None:
-    """The package tokenizers keeps the words and tokens of a dropped tokenizer forever, so equal versions share one."""
+    """The package tokenizers never frees the words and tokens of a tokenizer, so versions with equal files share one."""
     folders = [tmp_path / name for name in ("first", "second", "third")]
     for folder, letters in zip(folders, (120, 120, 100), strict=True):
         folder.mkdir()

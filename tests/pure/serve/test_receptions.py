@@ -47,7 +47,7 @@ def test_few_messages_are_received_at_once(receptions: ModuleType) -> None:
 
 
 def test_slow_messages_make_room_for_others(receptions: ModuleType) -> None:
-    """Three slow messages continue beside the others and the fourth is given up. Then there is room again."""
+    """Three slow messages continue beside other ones, and the fourth is given up. When they end, there is room again."""
 
     async def run() -> None:
         slow, quick, turns = Sender(), Sender(), receptions.Receptions(2, 3, 0.05)

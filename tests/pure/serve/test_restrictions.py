@@ -1,4 +1,4 @@
-"""bundles/cgserve/restrictions: rules for each token, tool calls in text, and what a request body may ask for."""
+"""bundles/cgserve/restrictions: rules for each token, tool calls in text, and the options of a request body."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def allowed(words: array[int], count: int = 100) -> list[int]:
 
 
 class Counting:
-    """A grammar of the tokens 5, 6, 7 and the end 99, which does not accept 66."""
+    """A grammar that allows the tokens 5, 6, 7 and then the end token 99. It reports an error for token 66."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
@@ -113,7 +113,7 @@ def test_penalties_count_the_tokens_of_the_answer() -> None:
 
 
 def test_calls_of_choose() -> None:
-    """More lanes than the largest size need several calls, and so do more biases than one call sets."""
+    """Several calls are made if there are more lanes than the largest size, or more biases than one call can set."""
     seen: list[Any] = []
 
     def call(slot: Any, place: Any, sampling: Any, restriction: Any) -> Any:
@@ -168,7 +168,7 @@ def test_calls_of_choose() -> None:
     ],
 )  # fmt: skip
 def test_calls_in_a_text(form: Any, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    """Calls are found wherever the text is cut."""
+    """Calls are found however the text is split into pieces."""
     for size in (1, 7, 1000):
         reader, said, parsed_calls = CallReader(BOX.tools, form), "", []
         for piece in [*[reader.push(text[at : at + size]) for at in range(0, len(text), size)], reader.end()]:
@@ -207,7 +207,7 @@ def test_messages_for_a_template() -> None:
     assert template_messages(messages[:1], (), tool_form("")) == messages[:1]
 
 
-# --- what a body may ask for ------------------------------------------------------------------------------------------------
+# --- options of a request body ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_grammar_of_a_schema(grammars: Any, text: str, fits: bool) -> None:
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA, JSON])
 def test_a_grammar_of_calls(grammars: Any, form: Any) -> None:
-    """Texts that it allows are read as calls."""
+    """Texts that the grammar allows are parsed as calls."""
     head = f'{{"name": "get", "{form.key}": '
     call, put = f'{form.begin}{head}{{"a": 1}}}}{form.end}', f"{form.begin}{head.replace('get', 'put')}{{}}}}{form.end}"
     one, two = form.opening + call + form.closing, form.opening + call + form.between + put + form.closing
@@ -299,7 +299,7 @@ def test_a_grammar_of_calls(grammars: Any, form: Any) -> None:
 
 
 def test_tags_that_are_tokens() -> None:
-    """Qwen's and Mistral's tokenizers have such tags, which their models were trained to write."""
+    """Tokenizers of Qwen and Mistral have a token for each tag of a call, which their models were trained to generate."""
     pytest.importorskip("llguidance", reason="pip install '.[grammar]'")
     from tokenizers import AddedToken
 

@@ -1,4 +1,4 @@
-"""A user of a session that is being closed gets the error that it was closed, not that another thread uses it."""
+"""A thread that uses a session while it is being closed gets the error that it was closed, not that another thread uses it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.raising import raises
 
 
 def met(use: Callable[[], object]) -> list[type[Exception]]:
-    """Returns the errors that later users get, one after the other, until it is closed."""
+    """Calls `use` again and again until it raises ProgramClosed. Returns the types of its errors."""
     errors: list[type[Exception]] = []
     until = time.monotonic() + 60
     while time.monotonic() < until:
@@ -53,7 +53,7 @@ def test_a_sessions_lock_that_is_waited_for_to_close_it() -> None:
         other.start()
         other.join(60)
         assert closer.is_alive(), "it waits for who holds the lock"
-        enter(lock)  # its holder continues
+        enter(lock)  # the thread that holds the lock can continue
     closer.join(60)
     assert errors[-1] is ProgramClosed and not closer.is_alive()
     with raises(ProgramClosed, match="program 'tiny' was closed"):

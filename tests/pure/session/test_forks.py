@@ -1,4 +1,4 @@
-"""A forked process can do nothing with its parent's program: it gets an error at once, even where a lock was held."""
+"""A forked process cannot use its parent's program: it gets an error at once, even if a lock was held during the fork."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.raising import raises
 
 @pytest.fixture
 def fork() -> Iterator[None]:
-    """Restores what a fork changes: the tests only pretend a fork and stay in one process."""
+    """Restores what a fork changes. The tests only simulate a fork in this process."""
     before = {name: getattr(FORKS, name) for name in FORKS.__slots__}
     yield
     for name, value in before.items():

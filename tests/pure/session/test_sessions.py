@@ -46,12 +46,12 @@ def batch(key: int, seed: int = 0) -> Tensor:
 
 
 def on_gpu(value: Tensor) -> Tensor:
-    """Returns the same memory, which the fake driver takes for the GPU's."""
+    """Returns the same memory as a tensor on the GPU; the fake driver's GPU memory is host memory."""
     return Tensor(value.address, value.dtype, value.shape, value.strides, value, 0)
 
 
 def numbers(tensor: Tensor) -> list[float]:
-    """Returns the elements of a dense tensor at any place."""
+    """Returns the elements of a dense tensor, on the CPU or the GPU."""
     count = 1
     for size in tensor.shape:
         count *= size
@@ -65,7 +65,7 @@ def grown(first: list[float], *calls: Tensor) -> list[float]:
 def test_the_bundle_is_sound(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     contents.check_tables(ArchiveOf(folder, manifest))
-    with raises("file-damaged", match=r"exam.safetensors: the manifest needs it"):  # it has none; everything else is checked before
+    with raises("file-damaged", match=r"exam.safetensors: the manifest needs it"):  # it has no self-test: the last check
         check_manifest(manifest)
 
 
@@ -167,13 +167,13 @@ def test_whichever_call_fails_a_session_leaves_nothing_and_disturbs_none(fake: F
             name = fake.calls[place]
             left = {at for at, thing in fake.live.items() if thing != "stream"} - live
             assert not left or "Destroy" in name, name
-            for at in left:  # the failed call should have freed these
+            for at in left:  # only the failed call could have freed these
                 del fake.live[at]
             assert numbers(program(batch(4, number))["y"]) == list(expected(inputs(4, number)))
         assert failures > 10
 
 
-def test_two_threads_in_one_session_are_told_and_nothing_is_spoiled(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+def test_two_threads_in_one_session_raise_and_spoil_nothing(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     inside, go_on = threading.Event(), threading.Event()
     real = fake.do_cuMemcpyDtoHAsync
     outputs: list[Any] = []

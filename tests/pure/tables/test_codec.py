@@ -199,7 +199,7 @@ def test_the_columns_stand_in_the_order_of_the_layout() -> None:
 
 
 def test_only_columns_are_asked_of_a_table() -> None:
-    """A type checker accepts any name as a column."""
+    """A type checker accepts any name as a column, so a wrong one must raise."""
     known = {column.name for column in BRANCHING.columns} | {"counts", "images", "symbols", "where"}
     assert set(Table.__slots__) == known
     asked = set()
@@ -295,7 +295,7 @@ def test_what_has_no_place_in_the_format_is_not_written(recording: Recording, me
 @given(st.permutations(range(6)), st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=10))
 @settings(max_examples=40, deadline=None)
 def test_order_puts_every_edge_forward(names: list[int], arcs: set[tuple[int, int]]) -> None:
-    edges = tuple(edge(names[a], names[b]) for a, b in arcs if a < b)  # acyclic by construction, with any numbering
+    edges = tuple(edge(names[a], names[b]) for a, b in arcs if a < b)  # acyclic, whatever the numbers of nodes are
     table = Table(tables.encode(Recording(key=(), functions=(), nodes=(EmptyNode(),) * 6, edges=edges)))
     order = launch_order(table)
     assert sorted(order) == list(range(6))

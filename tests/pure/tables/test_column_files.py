@@ -1,4 +1,4 @@
-"""A file of columns may have as many bytes and rows as the limits allow, and not one more."""
+"""A file of columns may have exactly as many bytes and rows as the limits allow."""
 
 from __future__ import annotations
 

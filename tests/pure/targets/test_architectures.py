@@ -9,7 +9,7 @@ from tests.helpers.raising import raises
 
 
 @pytest.mark.parametrize("row", ARCHES, ids=lambda row: row.name)
-def test_row(row: Arch) -> None:
+def test_every_row_is_consistent(row: Arch) -> None:
     assert arch(row.name) is row
     assert row.name == f"sm_{row.capability}"
     assert row.shared_block < row.shared_optin < row.shared_sm
@@ -18,7 +18,7 @@ def test_row(row: Arch) -> None:
 
 
 def test_known_values() -> None:
-    """The values come from the table in the CUDA C++ Programming Guide. The rest of a row is derived from it."""
+    """These values come from the table in the CUDA C++ Programming Guide. The other fields of a row are derived from them."""
     assert (arch("sm_80").shared_optin, arch("sm_80").threads_sm) == (163 * KIB, 2048)
     assert (arch("sm_86").shared_optin, arch("sm_86").threads_sm) == (99 * KIB, 1536)
     assert (arch("sm_90").shared_optin, arch("sm_90").multiprocessors) == (227 * KIB, 132)

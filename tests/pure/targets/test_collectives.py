@@ -63,7 +63,7 @@ def drawn(random: Random, combine: Combine, words: int) -> Words:
 
 
 def summed(combine: Combine, parts: Sequence[Words]) -> Words:
-    """Returns the sums of numbers of a dtype, in float32 and the given order, rounded at the end."""
+    """Returns the sums of numbers of a dtype: added in float32 in the order of `parts`, and rounded at the end."""
     totals = []
     for column in zip(*parts, strict=True):
         if combine == "float32":
@@ -86,7 +86,7 @@ def added(column: Sequence[int]) -> int:
 
 
 def wanted(collective: Collective, inputs: Sequence[Words], rank: int) -> Words:
-    """Returns what a rank gets of all inputs."""
+    """Returns the result of a collective on a rank."""
     words = collective.count * PIECE[collective.way] // 4
     first = words * rank if collective.scattered else 0
     parts = [rank_input[first : first + words] for rank_input in inputs]
@@ -164,7 +164,7 @@ def test_launches_have_room_for_every_piece(pieces: int) -> None:
     launch = collective_launch(16 * pieces)
     assert launch.count * PIECE[launch.way] == 16 * pieces
     assert 1 <= launch.blocks <= BLOCKS and max(WORLDS) <= launch.threads <= 1024
-    assert launch.way == "buffers" or launch.blocks * launch.threads >= launch.count  # one piece per thread: all wait only once
+    assert launch.way == "buffers" or launch.blocks * launch.threads >= launch.count  # with one piece per thread, each waits once
 
 
 def test_sizes_that_are_no_multiple_are_refused() -> None:

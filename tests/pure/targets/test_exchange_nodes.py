@@ -1,4 +1,4 @@
-"""A collective as a launch, what is read back from it, and ranks interpreted at the same time."""
+"""Collectives become launches, and are recognized in recordings; several ranks are interpreted at the same time."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_ranks_side_by_side(data: st.DataObject, world: int) -> None:
     assert (memories[0].span(ARENA, TARGET + sent.output(world), 64) == 0xFF).all(), "and nothing behind it"
 
 
-def test_ranks_that_do_not_agree_are_told() -> None:
+def test_ranks_that_send_different_sizes_raise() -> None:
     small, large = [transfer("all_reduce", "float32", size, 2) for size in (64, 128)]
     memory = needed_memory(2, [small, large])
     steps = []

@@ -33,7 +33,7 @@ GRAVITON3_FLAGS = "fp asimd aes sha2 atomics fphp asimdhp sve bf16 i8mm svebf16 
 
 
 def compiler(defines: dict[str, str]) -> Callable[..., dict[str, str]]:
-    """Returns a compiler that defines this with options, and only __SSE2__ without any."""
+    """Returns a fake compiler: with options it defines the macros `defines`, without options only __SSE2__."""
     return lambda *options: {"__SSE2__": "1"} | (defines if options else {})
 
 

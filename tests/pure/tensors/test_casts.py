@@ -50,7 +50,7 @@ def as_kind(numbers: list[Any], dtype: str) -> list[Any]:
 @pytest.mark.parametrize("target", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"])
 @pytest.mark.parametrize("source", DTYPES)
 def test_what_is_refused_of_a_narrow_float_has_a_number_that_it_lacks(source: str, target: str) -> None:
-    """The rule is no stricter than necessary. `target` has at most 65536 numbers, so all are compared."""
+    """The rule is not stricter than necessary. `target` has at most 65536 numbers, so all are compared."""
     if DTYPES[source] > 2 or source.startswith("complex"):
         assert not is_safe(source, target)
         return

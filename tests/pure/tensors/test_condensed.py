@@ -44,7 +44,7 @@ def test_an_error_is_never_larger_than_the_whole_tensors(size: float, salt: int)
     whole = difference("float32", expected.tobytes(), got.tobytes())
     error = error_of(expected, got)
     assert error <= whole * (1 + 1e-9)
-    assert error >= whole / 4  # every seventeenth is off by that much, and a sixteenth of them are samples
+    assert error >= whole / 4  # every seventeenth element is wrong by that much, and a sixteenth of all elements are samples
 
 
 def test_what_a_wrong_program_gives_is_noticed() -> None:

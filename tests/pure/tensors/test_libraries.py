@@ -26,7 +26,7 @@ def library() -> Numpy:
 
 
 def elements(place: Descriptor) -> list[Any]:
-    """Returns the numbers at a place, using address and strides only."""
+    """Returns the numbers of a descriptor, read by its address and strides."""
     address, shape, dtype, strides, device = place
     assert device is None
     flat: list[Any] = []

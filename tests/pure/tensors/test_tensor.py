@@ -24,7 +24,7 @@ from tests.helpers.raising import raises
 
 
 class Owner:
-    """Memory that counts the owners that let go of it."""
+    """Memory that counts how often it was released."""
 
     def __init__(self, size: int) -> None:
         self.memory = (ctypes.c_char * max(1, size))()
@@ -136,7 +136,7 @@ def test_a_tensor_shows_what_it_is_and_few_of_its_values(
 
 @given(shapes, st.data())
 def test_values_are_shown_as_they_lie_in_any_layout(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """A short line shows all of a few values, and only the first and last of many."""
+    """A tensor's text is a short line with all values if there are few, else the first and last ones."""
     order = data.draw(st.permutations(range(len(shape))))
     source = tensor.from_bytes(bytes([number % 256 for number in range(prod(shape))]), "uint8", shape)
     laid = tensor.empty("uint8", shape)
@@ -219,7 +219,7 @@ def test_strided_copies_do_what_numpy_does(layout: Any, data: st.DataObject, dty
     expected, place = frame.copy(), target
     tensor.copy(plain(target), plain(source))
     assert place.tolist() == source.tolist()
-    # nothing beside the target was written: NumPy's own assignment into a copy of the frame gives the same frame
+    # no byte beside the target was written: an assignment by NumPy into a copy of the buffer gives the same buffer
     offset = target.__array_interface__["data"][0] - frame.__array_interface__["data"][0]
     numpy.ndarray(shape, dtype, expected, offset if target.size else 0, target.strides)[...] = source
     assert frame.tobytes() == expected.tobytes()
@@ -359,7 +359,7 @@ def test_numpy_keeps_the_memory_until_it_lets_go() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_capsule_that_nobody_takes_lets_go_of_the_memory(dtype: str) -> None:
-    """NumPy exports the dtypes that it has for us. It has no bfloat16."""
+    """NumPy exports the capsules of the dtypes that it has. It has no bfloat16."""
     source, owner = owned((2, 3), dtype)
     capsules = [source.__dlpack__() for _ in range(3)]
     del source
@@ -370,7 +370,7 @@ def test_a_capsule_that_nobody_takes_lets_go_of_the_memory(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_consumer_that_refuses_keeps_its_exception_and_nothing_leaks(dtype: str) -> None:
-    """A consumer written in C drops its arguments, tensor and capsule, with the exception already set."""
+    """A consumer in C frees its arguments, a tensor and a capsule, while an exception is set."""
 
     source, owner = owned((2, 3), dtype)
     for _ in range(3):
@@ -446,7 +446,7 @@ def test_reading_keeps_the_producers_memory() -> None:
 
 
 def test_a_copy_that_is_asked_for_is_one() -> None:
-    """With the standard's `copy=True` the consumer may write to the result."""
+    """With `copy=True` of the DLPack standard, the consumer may write to the result."""
     numpy = pytest.importorskip("numpy")
     source = tensor.from_bytes(b"abcd", "uint8", (4,))
     place = numpy.from_dlpack(source, copy=True).__array_interface__["data"][0]
@@ -464,7 +464,7 @@ def test_a_gpu_cannot_be_asked_of_a_tensor_on_the_cpu() -> None:
 
 
 class Producer:
-    """A library that is known only by its DLPack side."""
+    """A tensor of an unknown library, which only supports DLPack."""
 
     def __init__(self, device: int, capsule: object) -> None:
         self.device, self.capsule = device, capsule

@@ -43,7 +43,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def way(name: str, scale: float, why: str = "") -> Way:
-    """Returns three starts whose phases take 1 to 5 times `scale` in tenths of a second. The second start is twice as slow."""
+    """Returns three starts. Their phases take 1 to 5 times `scale` tenths of a second; those of the second start take twice as
+    long."""
     start = tuple([scale * (index + 1) / 10 for index in range(len(PHASES))])
     return Way(
         name=name,
@@ -204,7 +205,7 @@ def test_leaving_ends_a_process_and_what_it_started(start: Any, tmp_path: Path) 
         process.answer()
     state = Path(f"/proc/{mark.read_text()}/stat")
     until = time.monotonic() + 60
-    while time.monotonic() < until:  # the system takes a moment; a dead process without a waiting parent remains as a zombie
+    while time.monotonic() < until:  # it takes a moment until the process is gone, or a zombie
         if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.05)
@@ -221,7 +222,7 @@ def test_a_reason_is_the_kind_and_the_first_line() -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Returns the command over a given report. `call.options` holds the options that the library got."""
+    """Returns a function that runs the command with a given report. `call.options` holds the library's options."""
     bundle = write_bundle(tmp_path / "tiny.cgb")
 
     def run(report: Benchmark, *arguments: str) -> Result:
@@ -376,7 +377,8 @@ def test_nothing_of_a_benchmark_is_imported_by_a_build_or_by_serving() -> None:
 
 
 def test_what_runs_before_the_clocks_first_mark_imports_nothing() -> None:
-    """Every way's time includes a worker's own imports, so only modules that the interpreter has already loaded are allowed."""
+    """All measured times would include other imports of the worker. So it may only import modules that the interpreter has already
+    loaded."""
     code = "import sys; before = set(sys.modules); import cgcompile.tools.bench.worker; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", f"import runpy, typing\n{code}"], capture_output=True, text=True, check=True)
     extra = {name for name in done.stdout.split() if not name.startswith("cgcompile")}
@@ -423,7 +425,7 @@ def gpu_bundle(folder: Path) -> Manifest:
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_the_bundles_process_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool) -> None:
-    """Cold starts go from host to host. Timed calls take tensors on the GPU and launch, without a copy to the host."""
+    """Cold starts have inputs and outputs on the host. Timed calls have tensors on the GPU, and copy none to the host."""
     fake = TimedDriver()
     install(monkeypatch, fake)
     folder = tmp_path / "tiny.cgb"

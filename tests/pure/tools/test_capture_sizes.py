@@ -1,4 +1,4 @@
-"""Capture sizes for a trace are optimal. A trace may have any usual format, and other input is refused in one line."""
+"""Capture sizes for a log of requests are optimal. A log may have any usual format, and other input is refused in one line."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _byte(recording: Recording, number: int, at: int, value: int) -> bytes:
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yields the path of every JSON value that holds no others, and of every list."""
+    """Yields the path of every JSON value without children, and of every list."""
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         if isinstance(item, dict | list):
             if isinstance(item, list):
@@ -143,7 +143,7 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def _others(value: Any) -> list[Any]:
-    """Returns other values for a place. For a text these include names that only some fields may have."""
+    """Returns values to replace a JSON value with. For a text these include names that are valid only in some fields."""
     if isinstance(value, list):
         return [value[:-1]]
     if isinstance(value, bool):
@@ -167,7 +167,8 @@ def _others(value: Any) -> list[Any]:
 
 
 def _uncounted(path: tuple[Any, ...]) -> bool:
-    """Returns whether a field is compared in the files, does not count, or follows from its dimensions (the int_keys)."""
+    """Returns whether `diff` need not report a field: files are compared instead, it is ignored, or it follows from the dimensions
+    (int_keys)."""
     names = [part for part in path if isinstance(part, str)]
     return (
         names[0] in ("sha256", "files", "module_state")
@@ -206,7 +207,7 @@ def test_everything_else_in_a_manifest_counts(golden: Path | None) -> None:
 
 
 def decoded(plain: dict[str, Any]) -> Manifest:
-    """Returns a manifest from JSON with any seal."""
+    """Returns a manifest from JSON, whatever its hash is."""
     plain = {name: value for name, value in plain.items() if name != manifest_json.SEAL}
     manifest: Manifest = manifest_json._record(manifest_json.schema.Manifest)(plain, "")
     return manifest
@@ -229,7 +230,7 @@ def full() -> Manifest:
 
 
 def better(manifest: Manifest) -> tuple[Proof, ...]:
-    """Returns the proofs, the first without an error."""
+    """Returns the proofs, with an error of 0 in the first one."""
     first, *others = manifest.entries[0].self_test.proofs
     return (replace(first, error=0.0), *others)
 

@@ -1,4 +1,5 @@
-"""push and pull with malicious remotes use no path outside, read no extra byte, and publish nothing without a checked hash."""
+"""push and pull with malicious remotes use no path outside the bundle, read no extra byte, and publish no file with an unchecked
+hash."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def listing(path: str) -> Callable[[Manifest], Manifest]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_path_is_made_of_a_manifest_that_lies_there(path: str, bundle: Path, tmp_path: Path) -> None:
-    """A push that replaces it removes nothing on either side, and a pull creates no file."""
+    """A push that replaces such a bundle removes no file on either side, and a pull creates no file."""
     far = tmp_path / "deep" / "far" / "m.cgb"
     hostile = write_bundle(tmp_path / "hostile.cgb", listing(path))
     shutil.copytree(hostile, far)
@@ -122,7 +123,7 @@ def test_a_link_in_the_target_leads_nowhere(link: str, bundle: Path, other: Path
 
 
 def test_equal_files_with_like_names_both_arrive(tmp_path: Path) -> None:
-    """The temporary places of `a/b` and `a-b` were once the same."""
+    """Before a fix, the temporary paths of `a/b` and `a-b` were the same."""
 
     def change(manifest: Manifest) -> Manifest:
         for name in ("a/b", "a-b"):
@@ -265,7 +266,7 @@ def test_what_is_published_is_hashed_where_it_lies(
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves files of `folder` according to `manner`: whole, in parts, cut off, or without an end."""
+    """Serves files of `folder` according to `manner`: completely, in parts, truncated, or endlessly."""
 
     folder, manner, asked = Path(), "parts", [""]
     protocol_version = "HTTP/1.1"

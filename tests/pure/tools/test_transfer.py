@@ -1,4 +1,4 @@
-"""push and pull give a complete bundle or none, wherever they are interrupted, and what arrives equals what was sent."""
+"""push and pull leave a complete bundle or none, wherever they are interrupted, and all bytes arrive unchanged."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_an_interrupted_push_leaves_no_bundle_and_goes_on(
 def test_a_replacement_that_is_interrupted_leaves_no_mixture(
     bundle: Path, other: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The manifest is removed before the first file is replaced, so that nobody combines files of two bundles."""
+    """The manifest is removed before the first file is replaced, so that no reader combines files of two bundles."""
     push(bundle, url)
     with monkeypatch.context() as patch:
         breaking(patch, url, "mv", lambda number, path: number == 1)
@@ -199,7 +199,8 @@ def test_urls_of_no_known_kind_and_packages_that_are_missing(bundle: Path, monke
 def test_a_replacement_that_ends_at_any_call_leaves_one_bundle_or_none(
     bundle: Path, other: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leaves no mixture, and no other bundle's signature. The next push continues and leaves no temporary files."""
+    """It leaves no mixture of files, and no signature of the other bundle. The next push continues and leaves no temporary
+    files."""
     changes, stop = ("put_file", "mv", "rm_file", "pipe_file", "rm", "makedirs"), 0
     system, root = fsspec.core.url_to_fs(url)
     while True:

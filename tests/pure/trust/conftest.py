@@ -1,6 +1,6 @@
 """A signed and an unsigned bundle, and two pairs of keys.
 
-The tiny bundle's shared object is a dummy, so a load that nothing refuses earlier ends there.
+The tiny bundle's shared object is a dummy: if a load passes all checks before, it fails there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.helpers.bundles.signing import Pair
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, Pair]:
-    """Returns our pair of keys and another one's."""
+    """Returns the signer's pair of keys and another pair."""
     folder = tmp_path_factory.mktemp("keys")
     return Pair.make(folder, "ours"), Pair.make(folder, "theirs")
 

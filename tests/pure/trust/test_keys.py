@@ -71,7 +71,7 @@ def test_a_private_key_is_refused_kindly(tmp_path: Path) -> None:
         (pem(ed448.Ed448PrivateKey.generate().public_key()), "a key, but not an ed25519 key"),
         (pem(ec.generate_private_key(ec.SECP256R1()).public_key()), "a key, but not an ed25519 key"),
     ],
-    # own names: some keys are drawn, and every process of a run has to collect the same tests
+    # names are needed: some keys are random, and every process of a run must collect the same tests
     ids=["empty", "raw", "hex", "two", "cut off", "too long", "damaged", "no padding", "x25519", "ed448", "p-256"],
 )
 def test_files_that_are_no_key(file: Path, text: bytes, message: str) -> None:
@@ -115,8 +115,8 @@ def test_what_is_no_key(key: object, message: str) -> None:
         "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac03fa",
     ],
 )  # fmt: skip
-def test_a_key_that_everybody_can_sign_with_is_none(key: str) -> None:
-    """Its order divides 8, so the base point and 1 are a signature of every eighth message, which OpenSSL accepts."""
+def test_a_key_with_which_anybody_can_sign_is_refused(key: str) -> None:
+    """The order of this key divides 8: OpenSSL accepts the base point and 1 as a signature of every eighth message."""
     forged, public = (
         bytes.fromhex("58" + "66" * 31) + (1).to_bytes(32, "little"),
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)),

@@ -28,7 +28,7 @@ from tests.helpers.raising import raises
 
 @contextmanager
 def passes() -> Iterator[None]:
-    """Expects a load that nothing refuses until the shared object is opened or libtorch is searched for."""
+    """Expects a load that fails only when the shared object is opened or libtorch is searched for."""
     with pytest.raises(CgbundleError) as caught:
         yield
     assert caught.value.code in ("image-invalid", "library-missing"), caught.value
@@ -114,8 +114,8 @@ def test_every_part_of_a_signature_counts(signed: Path, pairs: tuple[Pair, Pair]
         cgbundle.load(signed, key=pairs[0].public)
 
 
-def test_a_manifest_that_was_changed_after(signed: Path, pairs: tuple[Pair, Pair]) -> None:
-    """The manifest is sealed again with right hashes, as somebody who changes a file of the bundle would do."""
+def test_a_manifest_changed_after_the_signature(signed: Path, pairs: tuple[Pair, Pair]) -> None:
+    """The changed manifest has right hashes again, as an attacker would write it."""
     flip(signed / file_names.PROGRAM)
     tiny_bundle.seal(signed, replace(tiny_bundle.manifest(), files=manifest_text.describe_files(str(signed))))
     with passes():
@@ -148,7 +148,7 @@ def test_a_file_that_nobody_signed(signed: Path, pairs: tuple[Pair, Pair]) -> No
 def test_the_bytes_that_were_checked_are_those_that_are_used(
     signed: Path, pairs: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manifest that is exchanged after the check of the signature is not read."""
+    """A manifest that replaces the checked one after the check of the signature is not read."""
     check = signatures.check
 
     def checked(*arguments: Any) -> object:

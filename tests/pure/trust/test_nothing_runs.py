@@ -1,5 +1,5 @@
-"""bundles/TRUST.md promises that commands which only look execute nothing of a bundle. If its signature is wrong they read only its
-manifest."""
+"""bundles/TRUST.md promises that commands which only show a bundle execute nothing of it. If its signature is wrong, they read only
+its manifest."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ for command in {[[str(word) for word in command] for command in LOOKS]!r}:
     assert {file_names.MANIFEST, file_names.WEIGHTS, "model.so"} <= opened, "files are seen"
 
 
-def test_what_executes_something_is_seen() -> None:
-    """The test above can fail."""
+def test_the_check_detects_execution() -> None:
+    """A test of the test above: it fails if something is executed."""
     code = """
 with contextlib.suppress(OSError): ctypes.CDLL(sys.argv[1])
 pickle.loads(pickle.dumps(print))

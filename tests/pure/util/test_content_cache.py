@@ -1,4 +1,4 @@
-"""Results cached by content: a lookup gives the complete result or none, and the name depends on everything that matters."""
+"""Results cached by content: a lookup gives the complete result or none, and the name depends on all inputs of the result."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ ODD = [
 
 @pytest.mark.parametrize("what", ODD)
 def test_anything_else_of_that_name_counts_as_missing_and_is_replaced(tmp_path: Path, what: str) -> None:
-    """It is not run, waited for, or read into memory completely."""
+    """Such a file is not executed, waited for, or read into memory completely."""
     path = kept(tmp_path)
     in_its_place(path, what)
     assert recall(path, Result) is None

@@ -1,4 +1,4 @@
-"""The error for a full disk names the folder that the user chose, whatever failed first."""
+"""The error for a full disk names the folder that the user chose, whichever operation failed first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def no_space(*names: object) -> OSError:
 
 
 def outcome(folder: Path, error: Exception) -> Exception:
-    """Returns what an error in a block over a folder becomes."""
+    """Raises `error` in a block for a folder, and returns the error that leaves the block."""
     with pytest.raises(Exception) as caught, space_told(folder, OUTPUT):
         raise error
     return caught.value
@@ -69,8 +69,8 @@ def test_with_space_left_an_error_is_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_compiler_that_says_so_is_believed(tmp_path: Path, code: int) -> None:
-    """The compiler has removed the partial file, so there is space again."""
+def test_a_full_disk_that_a_compiler_reports_is_believed(tmp_path: Path, code: int) -> None:
+    """The compiler has removed its partial file, so the disk has space again."""
     error = BuildError("compiler-failed", "Inductor failed")
     error.__cause__ = RuntimeError(f"as: cannot write: {os.strerror(code)}")
     assert "too little, or a quota" in str(outcome(tmp_path, error))

@@ -12,7 +12,7 @@ def test_of_several_entries_each_line_names_its_own_and_how_many_there_are() -> 
     assert lines == ["prefill, 1 of 2: compiling C++, 1 of 2 files", "decode, 2 of 2: compiling C++, 1 of 2 files"]
 
 
-def test_of_one_entry_no_line_does() -> None:
+def test_a_single_entry_is_not_named_in_lines() -> None:
     lines: list[str] = []
     (tell,) = named_tells(lines.append, ["forward"])
     tell("compiling")

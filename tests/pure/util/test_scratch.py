@@ -1,4 +1,5 @@
-"""The folder of a build is removed, whoever still writes to it. The next build removes that of a killed build."""
+"""The temporary folder of a build is removed, even if a process still writes to it. The next build removes the folder of a killed
+build."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def test_what_a_killed_process_left_goes_with_the_next_build(parent: Path) -> No
         assert process.stdout is not None
         left = old(Path(process.stdout.readline().strip()))
         with scratch.scratch_folder():
-            assert left.exists()  # it runs
+            assert left.exists()  # the process still runs
         process.send_signal(signal.SIGKILL)
     with scratch.scratch_folder() as folder:
         assert list(parent.iterdir()) == [folder]

@@ -723,7 +723,7 @@ def test_only_an_allowed_rule_or_near_ties_let_integers_differ() -> None:
     check_manifest(edited(whole, allowed=("mismatched-integers",)))
     check_manifest(
         edited(whole, allowed=("mismatched-integers",), self_test=replace(manifest.entries[0].self_test, bounds=(1.0,)))
-    )  # these may all differ
+    )  # a bound of 1: all elements may differ
     more = edited(whole, allowed=("mismatched-integers",), self_test=replace(manifest.entries[0].self_test, bounds=(1.5,)))
     reject(more, "self_test.bounds[0]", "output y (bool) has to be equal, got 1.5")
     note = Finding(rule="near-ties", severity="note", message="")
@@ -763,7 +763,7 @@ def test_a_lowering_behind_one_that_was_left_out_is_looked_at() -> None:
     ("recording", 0.5, True), ("recording", 1e-9, True), ("recording", 0.0, True), ("recording", -0.1, False),
     ("eager", 0.5, False), ("eager", 0.0, True),
 ])  # fmt: skip
-def test_a_distance_is_that_of_a_recording(expected: str, distance: float, fits: bool) -> None:
+def test_only_proofs_of_recordings_have_a_distance(expected: str, distance: float, fits: bool) -> None:
     manifest = cuda()
     proofs = tuple([replace(proof, distance=distance) for proof in manifest.entries[0].self_test.proofs])
     changed = edited(manifest, self_test=replace(manifest.entries[0].self_test, expected=expected, proofs=proofs))

@@ -141,8 +141,8 @@ def test_bodies_inside_each_other_are_limited() -> None:
         check(nested(limits.BODY_DEPTH + 1))
 
 
-def test_one_spelling() -> None:
-    """A table without conditional nodes has the layout of earlier tables."""
+def test_a_table_has_one_encoding() -> None:
+    """A table without conditional nodes has the layout of tables from before there were conditional nodes."""
     data = bytearray(tables.encode(replace(ROWS, nodes=(), edges=(), bodies=())))
     assert data[8] == 1
     assert tables.encode(ROWS)[8] == 2
@@ -151,7 +151,7 @@ def test_one_spelling() -> None:
 
 
 def test_every_byte_may_be_damaged() -> None:
-    """A damaged table that is accepted encodes to its own bytes."""
+    """A damaged table that is accepted gives its own bytes when it is encoded again."""
     data = tables.encode(ROWS)
     for position in range(len(data)):
         for flip in (0x01, 0x80):

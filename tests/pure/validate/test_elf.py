@@ -42,7 +42,7 @@ def test_no_part_of_a_kernel_image_passes(path: Path) -> None:
 @pytest.mark.parametrize("section", [False, True])
 @pytest.mark.parametrize(("more", "fits"), [(-1, True), (0, True), (1, False), (1 << 63, False)])
 def test_what_a_header_names_ends_where_the_file_does(section: bool, more: int, fits: bool) -> None:
-    """The file is a header, one header of a segment or section, and the eight bytes that this one names."""
+    """The file has the ELF header, one header of a segment or section, and the eight bytes that this second header names."""
     size = (SECTION if section else SEGMENT).size
     counts = (0, 0, 0, size, 1, 0) if section else (0, size, 1, 0, 0, 0)
     head = MAGIC.ljust(16, b"\0") + HEADER.pack(SHARED_OBJECT, 62, 0, HEADER.size, HEADER.size, *counts)[16:]
@@ -76,7 +76,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 @given(st.integers(min_value=0, max_value=63), st.integers(min_value=0, max_value=255))
 def test_a_changed_header_is_refused_or_names_what_is_there(at: int, value: int) -> None:
-    """Whatever the numbers are, no other exception is raised."""
+    """Only a refusal may be raised, whatever the numbers are."""
     changed = bytearray(OBJECT)
     changed[at] = value
     try:

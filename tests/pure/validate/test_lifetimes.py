@@ -1,4 +1,5 @@
-"""No value is overwritten before its last read: the walk through memory finds what a comparison of all pairs of values finds."""
+"""No value is overwritten before its last read. The check walks through memory; here it is compared with a comparison of all pairs
+of values."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_it_finds_what_comparing_all_pairs_does(program: Program) -> None:
 
 @pytest.mark.parametrize("begin", [0, 2], ids=["before", "behind"])
 def test_the_message_names_the_two_values(begin: int) -> None:
-    """Step 1 overwrites what it reads, step 2 what step 3 reads. `begin` is the place of step 1's value."""
+    """Step 1 overwrites its own input (allowed), step 2 a value that step 3 reads. `begin`: the offset of step 1's value."""
     steps = [Step(kind="graph", region=0, file="", inputs=inputs, outputs=(index,)) for index, inputs in enumerate([(), (0,), ()])]
     steps.append(Step(kind="graph", region=0, file="", inputs=(1, 2), outputs=()))
     values = (value("arena", 0, 4), value("arena", begin, 4), value("arena", 0, 4))

@@ -38,7 +38,7 @@ def test_values_fill_their_memory_to_its_end() -> None:
     reject(nothing, "programs[0].values[2].offset", "outside memory host")
 
 
-def test_in_a_memory_that_is_not_there_lies_nothing() -> None:
+def test_no_value_is_in_a_missing_memory() -> None:
     byte = {"dtype": "uint8", "shape": (1,), "strides": (1,), "offset": 0}
     reject(put_value(1, memory="state", **byte)(cuda()), "programs[1].values[1].offset", "outside memory state")
     others = tuple([pair for pair in cuda().memories if pair[0] != "weights"])
@@ -371,7 +371,7 @@ def test_all_that_is_wrong_is_found_file_by_file(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_weights_are_those_of_the_file(tmp_path: Path, changes: dict[str, Any], fits: bool) -> None:
-    """The file holds them row by row, with the shape (2, 3)."""
+    """In the file the weight has the shape (2, 3), row-major."""
     bundle = ArchiveOf(write_bundle(tmp_path / "tiny.cgb"), put_row("weights", 0, **changes)(manifest()))
     if fits:
         return check_weights(bundle)
@@ -386,7 +386,7 @@ def test_weights_behind_a_row_of_state_are_checked() -> None:
     reject(replace(manifest, memories=(*manifest.memories, ("state", 256))), "weights[3].offset", "is not aligned")
 
 
-# --- what stands in a signature --------------------------------------------------------------------------------------
+# --- contents of a signature -----------------------------------------------------------------------------------------
 
 
 def test_a_range_is_of_whole_numbers_alone() -> None:

@@ -1,4 +1,4 @@
-"""Bundles of further ranks are checked like that of rank 0 and compared with it. Errors name them."""
+"""The bundles of other ranks are checked like that of rank 0 and compared with it. Errors name the rank."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_rank_of_other_entries_is_refused(path: Path) -> None:
 def test_a_rank_that_exchanges_other_data_is_refused(
     path: Path, change: Callable[[Recording], Recording], expected: tuple[int, int]
 ) -> None:
-    """It would wait for the others, or they for it. `expected`: its exchanges, and the first different one."""
+    """It would wait forever for the others, or they for it. `expected`: its number of exchanges, and the first different one."""
     image = hashlib.sha256(IMAGE).hexdigest()
     once = rank_bundles.recording(image, KEYS[0], rank_bundles.kernels(2, 1, IMAGE))
     name = f"graphs/g0-{KEYS[0]}.bin"

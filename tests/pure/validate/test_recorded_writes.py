@@ -1,4 +1,5 @@
-"""The bytes that a recording writes and reads: a live value beside them is accepted, one that overlaps by a byte is refused."""
+"""The bytes that a recording writes and reads: a live value directly beside them is accepted, a value that overlaps them by a byte
+is refused."""
 
 from __future__ import annotations
 
@@ -45,13 +46,14 @@ WRITES = [
 """Memory, first byte, and bytes to the end of the last row: (rows - 1) * pitch + width, over all slices."""
 
 READS = [(ARENA, 0x400), (WEIGHTS, 0x600), (ARENA, 0x800), (ARENA, 0xA00), (INPUTS, 0xB00)]
-"""Starts of what is read, or passed to a kernel."""
+"""Addresses that the recording reads or passes to a kernel."""
 
 TABLE = Table(tables.encode(Recording(key=(), functions=(FUNCTION,), nodes=NODES, edges=())), "g.bin")
 
 
 def beside(memory: int, offset: int, size: int, *, named: bool = False) -> Program:
-    """Returns a program: step 0 makes a value of `size` bytes, step 1 is the recording (reads it if `named`), step 2 reads it."""
+    """Returns a program: step 0 writes a value of `size` bytes, step 1 is the recording (with the value as input if `named`), step
+    2 reads the value."""
     kept = Value(dtype="uint8", shape=(size,), strides=(1,), memory=MEMORIES[memory], offset=offset)
     other = Value(dtype="uint8", shape=(1,), strides=(1,), memory="arena", offset=0xF000)
     rows = (((), (0,)), ((0,) if named else (), (1,)), ((0,), (2,)))
@@ -86,7 +88,7 @@ def test_reads(memory: int, begin: int) -> None:
         assert not refused(beside(memory, offset, 4))
 
 
-def test_what_nobody_reads_later_may_be_written_over() -> None:
+def test_unread_values_may_be_overwritten() -> None:
     program = beside(ARENA, 0x100, 4)
     first, second, last = program.steps
     for steps in ((first, second), (first, second, Step(kind="graph", region=0, file="g", inputs=(), outputs=(2,)))):

@@ -1,4 +1,4 @@
-"""The limits of a recording from both sides: what just fits passes, and one more is refused, in any row."""
+"""Both sides of the limits of a recording: the largest allowed number passes, and the next one is refused, in any row."""
 
 from __future__ import annotations
 
@@ -411,6 +411,6 @@ def test_module_states_point_inside_of_memories(memory: int, size: int) -> None:
 
 
 def test_every_block_may_be_too_large() -> None:
-    """The check of all rows together must not accept them because they are equal."""
+    """Blocks that are all equally too large must be refused, too."""
     kernels = tuple([replace(node, threads=(1024, 2, 1)) for node in MANY.nodes if isinstance(node, KernelNode)])
     fails(replace(MANY, nodes=kernels), "are more than 1024")

@@ -32,7 +32,7 @@ def stateful() -> Manifest:
 
 
 def sound() -> Shapes:
-    """Returns the dtype and shape of every tensor of its self-test."""
+    """Returns the dtype and shape of every tensor in the self-test of `stateful`."""
     shapes: Shapes = {}
     for size in (1, 4):
         shapes[self_test_entry((size,), "input", 0)] = ("float32", (size, 3))
@@ -89,7 +89,7 @@ def test_a_tensor_of_no_key_is_refused(tmp_path: Path) -> None:
 
 
 def checked(manifest: Manifest) -> None:
-    """Checks it as a reader of the file does."""
+    """Checks the self-test of a manifest as a reader of the file does."""
     read = manifest_json.decode(manifest_text.encode(manifest))
     check_self_test_rows(read, read.entries[0])
 

@@ -85,7 +85,7 @@ def test_a_row_of_state_has_a_tensor_of_its_own(manifest: Manifest) -> None:
     for name in ("total", "marks"):
         bad(check_state, row(manifest, name, tensor="random"), "is another weight's, too, and calls change it")
         bad(check_state, row(manifest, name, tensor="offsets"), "is another weight's, too, and calls change it")
-    check_state(row(manifest, "offsets", tensor="small"))  # weights that no call changes may share one tensor
+    check_state(row(manifest, "offsets", tensor="small"))  # two weights may share one tensor if no call changes them
 
 
 def test_what_an_update_leaves_alone_ascends_and_says_why(manifest: Manifest) -> None:
@@ -144,7 +144,7 @@ def test_calls_of_a_model_with_state_are_not_cut_nor_padded(manifest: Manifest) 
     for changes in ({"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}):
         changed = edited(manifest, dimensions=(replace(dimension, **changes),))  # type: ignore[arg-type]
         bad(check_changes, changed, "batch is padded or chunked, and calls change state")
-        check_changes(edited(changed, mutated_buffers=()))  # for an entry that only reads the state
+        check_changes(edited(changed, mutated_buffers=()))  # allowed for an entry that only reads the state
         only = tuple([weight for weight in changed.weights if weight.name not in ("total", "marks")])
         check_state(replace(changed, weights=only, random=[weight.name for weight in only].index("random")))
 
@@ -199,7 +199,7 @@ def output(manifest: Manifest, place: int, **changes: Any) -> Manifest:
 
 @pytest.mark.parametrize("place", [1, 2, 3, 4, 5])
 def test_an_alias_lies_inside_of_what_it_shares_memory_with(manifest: Manifest, place: int) -> None:
-    """One element further on either side it does not, unless the other one has more data there."""
+    """One element further on either side, the alias is refused."""
     program = manifest.entries[0].programs[-1]
     value = program.values[program.outputs[place]]
     (alias,) = [alias for alias in manifest.entries[0].aliases if alias.output == place]
@@ -256,7 +256,7 @@ def test_an_output_does_not_share_memory_with_a_weight_of_the_host(manifest: Man
         manifest, aliases=tuple([alias for alias in manifest.entries[0].aliases if alias.memory in ("inputs", "outputs")])
     )
     assert len({alias.memory for alias in others.entries[0].aliases}) == 2
-    for weight in others.weights:  # numbers of inputs and outputs do not count weights
+    for weight in others.weights:  # the number of an input or output in an alias is no number of a weight
         check_alias_spans(row(others, weight.name, memory="host"))
 
 

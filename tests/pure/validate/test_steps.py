@@ -71,8 +71,8 @@ def test_a_planted_overlap_is_caught(index: int, offset: int, message: str) -> N
 
 
 def test_what_is_dead_may_be_written_over() -> None:
-    check_lifetimes(moved(chain(), 5, offset=0), "p")  # the previous copy read value 1 for the last time
-    check_lifetimes(moved(chain(), 6, offset=32), "p")  # a graph step over its own input: it knows the order of its nodes
+    check_lifetimes(moved(chain(), 5, offset=0), "p")  # value 1 is not needed any more: the copy before was its last reader
+    check_lifetimes(moved(chain(), 6, offset=32), "p")  # a graph step may overwrite its own input: the recording orders its nodes
 
 
 def test_a_gap_between_rows_belongs_to_the_value() -> None:
@@ -147,7 +147,7 @@ def table() -> Table:
 
 def test_a_recording_beside_a_value_that_lives_on(table: Table) -> None:
     check_overwrites(kept_beside(cuda_bundles.OUTPUT), 1, table)
-    check_overwrites(kept_beside(cuda_bundles.SUM + 256), 1, table)  # the tensor there ends just before
+    check_overwrites(kept_beside(cuda_bundles.SUM + 256), 1, table)  # the tensor of the recording ends there
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,8 @@ def test_state_and_weights_need_no_writer() -> None:
 
 @given(st.data())
 def test_caught_exactly_where_a_later_read_finds_other_data(data: st.DataObject) -> None:
-    """The check is compared with a replay of copy steps on a small memory: valid iff every read finds its value's bytes."""
+    """The check is compared with a run of copy steps on a small memory: a program is valid only if every read finds the bytes of
+    its value."""
     count = data.draw(st.integers(1, 6))
     places = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
     words = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))

@@ -1,4 +1,4 @@
-"""Tables of a build are in their own file: what a manifest may say of them, what the file must hold, and what this saves."""
+"""Tables that a build computes are in a separate file: checks of the manifest and of the file, and the space that this saves."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_is_wrong_with_the_file_is_told_by_its_name(copy: Path) -> None:
     data = bytearray((copy / TABLES).read_bytes())
     data[-1] ^= 1
     (copy / TABLES).write_bytes(data)
-    check_bundle(Archive(str(copy)))  # only "full" hashes the data, as for the weights
+    check_bundle(Archive(str(copy)))  # only "full" computes the hash of the file, as for weights
     with raises("file-damaged", f"{TABLES}: SHA-256"):
         check_bundle(Archive(str(copy)), "full")
     (copy / TABLES).unlink()

@@ -1,4 +1,5 @@
-"""Memsets and memcpys write only to the arena, and to inputs and state that calls change, up to the exact byte."""
+"""Memsets and memcpys may write only to the arena, and to inputs and state that calls change. The test checks the last allowed
+byte."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def test_rows_and_slices_count_to_the_last_byte(base: Manifest, node: Node, last
 
 
 def test_inputs_beside_each_other_and_not_declared(base: Manifest) -> None:
-    """The program has three inputs, and calls change the second one."""
+    """The program has three adjacent inputs, and calls change the second one."""
     program = base.entries[0].programs[0]
     more = [replace(program.values[0], offset=INPUT * place) for place in (1, 2)]
     count = len(program.values)

@@ -1,4 +1,4 @@
-"""Reads by threads of the C library: their data and errors, and that nothing is left behind."""
+"""Reads by threads of the C library (lanes): data, errors, and that no thread or file remains."""
 
 from __future__ import annotations
 

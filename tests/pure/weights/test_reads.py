@@ -1,4 +1,5 @@
-"""Weights are read from the page cache or from the disk. A file larger than half of the memory is read around the cache."""
+"""Weights are read from the page cache or from the disk. A file larger than half of the memory is read directly from the disk,
+without the cache."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def room(size: int = 8 * ALIGNMENT) -> memoryview:
-    """Returns memory that begins at a page."""
+    """Returns memory that begins at a page boundary."""
     return memoryview(mmap.mmap(-1, size))
 
 
@@ -82,7 +83,7 @@ def test_every_place_is_read_whole(file: int, begin: int, data: st.DataObject, d
 
 
 def reader_is_direct(file: int) -> bool:
-    """Returns whether the file system can read around the page cache."""
+    """Returns whether the file system supports reads without the page cache."""
     try:
         other = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT)
         os.preadv(other, [room()], 0)
@@ -175,8 +176,8 @@ def test_the_page_cache_is_looked_at(file: int, monkeypatch: pytest.MonkeyPatch)
             assert is_cached(file) is wanted
 
 
-def test_a_look_does_not_make_the_next_one_find_a_cached_file(tmp_path: Path) -> None:
-    """Files read around the cache stay uncached, so the next process reads them in the same way."""
+def test_a_check_does_not_cache_the_file(tmp_path: Path) -> None:
+    """After reads without the cache, the file is not cached, so the next process reads it in the same way."""
     (tmp_path / "large").write_bytes(bytes(16 << 20))
     descriptor = os.open(tmp_path / "large", os.O_RDONLY)
     try:

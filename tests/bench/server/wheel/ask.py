@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TOLERANCE = 1e-4
-"""Tolerance of a number: what a build allows for float32."""
+"""Tolerance of a number: that of a build for float32."""
 
 
 class Server(NamedTuple):

@@ -11,7 +11,7 @@ from cgcompile.export.higher_order.composite_operators import FEW, give_sizes_at
 @pytest.mark.parametrize("groups", [1, 3, FEW, FEW + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_groups_of_rows(groups: int, dtype: torch.dtype) -> None:
-    """Groups without a row, rows after the last group, and all rows in one group."""
+    """Some groups have no row, some rows come after the last group, or all rows are in one group."""
     torch.manual_seed(0)
     rows, matrices = torch.randn(10, 16, dtype=dtype), torch.randn(groups, 16, 8, dtype=dtype)
     ends = torch.randint(0, 10, (groups,)).sort().values.to(torch.int32)

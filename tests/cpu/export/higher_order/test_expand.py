@@ -56,7 +56,7 @@ class Modes(Net):
 
 
 class Loops(Net):
-    """A scan with a carry along a fixed axis, and a map along the same axis."""
+    """A scan with a carried value along an axis of fixed size, and a map along the same axis."""
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.mix(x)
@@ -97,7 +97,7 @@ def test_random_numbers_and_writes_beside_autocast_stay_operations() -> None:
 
     expansion = program(Draws())
     assert {spec.kind.name for spec in expansion.graph_signature.output_specs} == {"USER_OUTPUT"}
-    module = with_generator(expansion).module(check_guards=False)  # it adds an operator that writes
+    module = with_generator(expansion).module(check_guards=False)  # `with_generator` adds an operator that writes
     x = torch.randn(2, 6, 8)
     with torch.no_grad():
         first, second = module(x), module(x)

@@ -27,7 +27,7 @@ class Loop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         start = torch.zeros((), dtype=torch.int64), x, x * 2
-        return torch.while_loop(lambda i, y, z: i < TURNS, self.body, start)[1]  # the line that is told
+        return torch.while_loop(lambda i, y, z: i < TURNS, self.body, start)[1]  # the error names this line
 
 
 class Branch(nn.Module):

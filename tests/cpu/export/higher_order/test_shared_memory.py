@@ -1,5 +1,5 @@
-"""Branches that return an operand itself, such as `lambda y: y`. Branches and loops that receive one tensor twice, or a view of it
-as well, such as two sums that start with the same zeros."""
+"""Branches that return an operand itself, such as `lambda y: y`. Branches and loops that receive one tensor twice (such as two sums
+that start with the same zeros), or a tensor and its view."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_built_for_the_cpu(name: str, tmp_path: Path) -> None:
 
 
 class Handed(nn.Module):
-    """Outputs are what a branch returns: the input, a weight, or a view; one output is the input in both branches."""
+    """The outputs are results of branches: the input, a weight, or a view. One output is the input in both branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Handed(nn.Module):
 @newer
 @pytest.mark.parametrize("sign", [1, -1])
 def test_what_a_branch_gives_is_no_part_of_an_input(sign: int, tmp_path: Path) -> None:
-    """The example's branch must not decide the aliases: the other branch would return the input itself."""
+    """The branch that the example takes must not decide whether the output is the input: the other branch may differ."""
     model, out = Handed().eval(), tmp_path / "handed.cgb"
     built = cgcompile.build(model, lambda batch: torch.rand(batch, 8) * sign, sizes={"batch": (2, 4)}, target="cpu", out=out)
     program = cgbundle.load(built.path)

@@ -33,7 +33,7 @@ def exported(model: nn.Module) -> Exported:
 
 
 def inputs(number: int) -> torch.Tensor:
-    """Returns rows of every declared size and one between; some select nothing, some everything."""
+    """Returns inputs of every declared size and of one between them. Of some the model selects no row, of some all rows."""
     torch.manual_seed(number)
     scale, shift = [1.0, 0.3, 3.0][number // 3 % 3], [0, -1, 1, -5, 5][number % 5]
     return torch.randn((3, 7, 5)[number % 3], 4) * scale + shift

@@ -95,7 +95,7 @@ def outputs(model: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor] | 
         Scaled,
     ],
 )
-def test_a_program_goes_every_way_as_eager_pytorch_does(kind: Callable[[], nn.Module]) -> None:
+def test_a_program_takes_the_path_of_eager_pytorch(kind: Callable[[], nn.Module]) -> None:
     model, exported_model = kind().eval(), exported_once(kind)
     assert any(obstacle.rule == "path" for obstacle in exported_model.obstacles) or kind is Scaled
     program = exported_model.programs.first.module(check_guards=False)
@@ -106,7 +106,7 @@ def test_a_program_goes_every_way_as_eager_pytorch_does(kind: Callable[[], nn.Mo
             torch.testing.assert_close(actual, wanted, equal_nan=True)
 
 
-def test_the_tree_is_told_as_pytorch_tells_it() -> None:
+def test_the_tree_of_paths_is_printed_as_by_pytorch() -> None:
     (note,) = [obstacle for obstacle in exported_once(Foo).obstacles if obstacle.rule == "path"]
     assert note.message.startswith("Graph[0] -> Graph[1] if (y.sum() > 0), Graph[2] if not, then Graph[3]; example inputs took ")
     assert note.source.startswith("if y.sum() > 0:") and "path_models.py:" in note.where
@@ -192,7 +192,7 @@ def test_what_is_no_program_is_refused_with_its_line(function: Callable[..., Any
 
 
 def larger(model: Function, x: torch.Tensor) -> torch.Tensor:
-    largest = max(x.max(), 1.5)  # torch.export makes this an operation that reads no value
+    largest = max(x.max(), 1.5)  # torch.export makes an operation of this, so no value is read
     return x * largest if x.sum() > 0 else x - min(x.min(), 0.25)
 
 

@@ -14,7 +14,7 @@ from cgcompile.model.load import load_source
 
 
 class Model(nn.Module):
-    """A function of a (batch, 4) tensor and of this module, which has a weight, a buffer and a plain tensor."""
+    """Calls a function with this module, which has a weight, a buffer and a plain tensor, and a (batch, 4) tensor."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""When Python reads tensor data, a trace follows the example inputs and reports it."""
+"""If Python reads tensor data during a trace, it gets the data of the example inputs, and the build reports it."""
 
 from __future__ import annotations
 

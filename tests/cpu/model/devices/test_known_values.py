@@ -1,4 +1,4 @@
-"""Values that Python reads from tensors made only of sizes and constants."""
+"""Values that Python reads from tensors which depend only on sizes and constants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Asking(nn.Module):
 
 
 class Strided(nn.Module):
-    """Integers as buffers: in the state dict, outside of it, and one that counts the calls."""
+    """Integer buffers: one in the state dict, one outside of it, and one that counts the calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

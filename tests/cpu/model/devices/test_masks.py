@@ -14,7 +14,7 @@ BYTES = torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
 
 
 def others(x: torch.Tensor) -> torch.Tensor:
-    """Everything except the diagonal of every matrix, as se3-transformer-pytorch excludes a node's relation to itself."""
+    """Returns all elements of every matrix except the diagonal, as se3-transformer-pytorch excludes a node's relation to itself."""
     return x.masked_select(~torch.eye(3, dtype=torch.bool)[None])
 
 

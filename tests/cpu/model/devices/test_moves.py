@@ -136,7 +136,7 @@ class Window(nn.Module):
 
 
 def test_a_module_that_forward_makes_goes_where_a_tensor_is() -> None:
-    """`torch.nn.Module.to` reads a tensor's device where no mode is called, as julius does in demucs."""
+    """`torch.nn.Module.to` reads a tensor's device without a call of a torch mode; an example is julius in demucs."""
     exported_model = traced(lambda model, x: Window().to(x)(x))
     assert exported_model.obstacles == () and operations(exported_model) == ["hann_window", "mul"]
 

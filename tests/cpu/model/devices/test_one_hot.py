@@ -1,4 +1,4 @@
-"""`one_hot` with a number of classes from a tensor, of which the first columns are used."""
+"""`one_hot` whose number of classes comes from a tensor; the model uses only the first columns of the result."""
 
 from __future__ import annotations
 

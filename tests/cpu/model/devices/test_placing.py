@@ -1,4 +1,4 @@
-"""The model on its target device. `cpu:0` stands for the GPU: torch copies tensors that move there, though it is the CPU."""
+"""The model on its target device. Device `cpu:0` replaces the GPU: torch copies tensors that move from `cpu` to `cpu:0`."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_inputs_are_drawn_here_and_go_where_the_model_is() -> None:
     with placed(source(Tied(), owned=True), OTHER) as there:
         example = sample(there, {"batch": 3})
         assert example.tensors[0].data_ptr() != example.args[0].data_ptr()
-        assert example.tensors[1].stride() == (0, 1)  # as the user made it
+        assert example.tensors[1].stride() == (0, 1)  # the strides of the user's tensor
 
 
 def test_a_model_that_is_too_large_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ class Moving(torch.nn.Module):
 
 
 def test_eager_pytorch_runs_a_model_where_it_was_placed() -> None:
-    """Device moves are real then, and the user's code sees the real devices."""
+    """Outside of a trace, device moves are executed, and the user's code sees the real devices."""
     model = Moving().eval()
     x = torch.randn(3, 4)
     inside = model.layer(x).detach()

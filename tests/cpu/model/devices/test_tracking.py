@@ -27,7 +27,7 @@ from tests.helpers.raising import raises
 
 @contextmanager
 def without(*arguments: Any) -> Iterator[SideEffects]:
-    """Replaces `track_devices` without any mode."""
+    """Replaces `track_devices`; enters no torch mode."""
     yield SideEffects()
 
 
@@ -69,7 +69,7 @@ class Flattening(nn.Module):
 
 def test_flattened_parameters_start_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def acceptable(tensor: torch.Tensor) -> bool:
-        """Answers as torch with CUDA does, with or without a GPU."""
+        """Returns the answer of a torch with CUDA, with or without a GPU."""
         return tensor.device.type == "cuda"
 
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", acceptable)
@@ -78,7 +78,7 @@ def test_flattened_parameters_start_no_cuda(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Literals(nn.Module):
-    """Tensors that are created without a call of the mode and moved to the input's device, as in pytorch-tabnet."""
+    """Tensors that are created without a call of a torch mode, and then moved to the input's device, as in pytorch-tabnet."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * torch.sqrt(torch.FloatTensor([0.5, 1, 2, 3]).to(x.device))
@@ -86,7 +86,7 @@ class Literals(nn.Module):
 
 
 def test_constants_of_constructors_that_ask_no_mode_are_on_the_device_of_the_model() -> None:
-    """Tensors without data stand for GPU tensors."""
+    """Fake tensors replace GPU tensors."""
     source = load_source(Literals().eval(), lambda batch: (torch.randn(batch, 4),))
     module = flat.FlatModule(source.model, sample(source, {"batch": 2}), CUDA, CUDA)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -143,7 +143,7 @@ def test_an_operation_has_the_innermost_line_of_the_users() -> None:
 
 
 def test_states_of_an_lstm_have_the_shapes_of_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 traces an additional axis on a GPU."""
+    """On a GPU, torch 2.11 traces states with an additional axis."""
     operate = tracked.operate
     monkeypatch.setattr(tracked, "operate", lambda *args: _with_an_axis(args[1], operate(*args)))
     net, x = torch.nn.LSTM(3, 5, num_layers=2, bidirectional=True), torch.randn(7, 2, 3)
@@ -160,7 +160,7 @@ def _with_an_axis(func: object, result: Any) -> Any:
 
 
 def test_where_the_bundle_runs_on_the_cpu_tensors_are_there() -> None:
-    """A model with a CPU path takes it, and device moves have no effect."""
+    """A model whose code has a path for CPU tensors takes it, and device moves have no effect."""
     x = torch.ones(2, 3)
     with track_devices([x], SideEffects(), target_device=CPU) as effects:
         assert x.device == CPU and x.is_cpu and not x.is_cuda and x.get_device() == -1

@@ -114,7 +114,7 @@ DECIDING: list[tuple[str, str, Callable[..., Any]]] = [
 def test_what_no_bundle_can_repeat_is_refused_at_its_line(rule: str, said: str, function: Callable[..., Any]) -> None:
     (hit,) = findings(function)
     assert (hit.rule, hit.severity) == (rule, "refuse") and said in hit.message
-    if said != "by ":  # otherwise nothing tells the line
+    if said != "by ":  # no line is known otherwise
         assert hit.where.startswith("tests/cpu/model/nondeterminism/test_repeated_calls.py:") and "lambda m, x" in hit.source
 
 
@@ -181,7 +181,7 @@ def test_draws_can_be_had_from_either_end(rngs: Any) -> None:
 
 
 def test_every_distribution_ends_at_the_ends(rngs: Any) -> None:
-    """Some distributions repeat draws until a condition holds."""
+    """Some distributions draw again until a condition holds: they must end if a generator returns only an end of its range."""
     for state in rngs[0].ends(rngs[0].read()):
         rngs[0].write(state)
         assert random.normalvariate(0, 1) and random.gauss(0, 1) and random.randrange(7) < 7 and random.choice("ab")

@@ -1,4 +1,4 @@
-"""A program's shares on several devices together equal the whole program, for any assignment to devices."""
+"""A program split over several devices gives the results of the complete program, for any assignment of operations to devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from tests.helpers.raising import raises
 
 
 class Odd(torch.nn.Module):
-    """Sizes that depend on others, operations with several results, a transposed view, a buffer that is written twice."""
+    """A model with sizes that depend on other sizes, operations with several results, a transposed view, and a buffer that is
+    written twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Odd(torch.nn.Module):
 
 
 class Device(torch.fx.Interpreter):
-    """Runs a share in a thread, which meets the others at each exchange."""
+    """Runs a device's share in a thread, which waits for the others at each exchange."""
 
     def __init__(self, program: ExportedProgram, rank: int, met: threading.Barrier, sent: list[Any]) -> None:
         super().__init__(program.graph_module)

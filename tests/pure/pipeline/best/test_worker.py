@@ -26,7 +26,7 @@ from tests.helpers.raising import raises
 
 @pytest.fixture
 def fake(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """Makes the worker find this driver, too."""
+    """Makes the worker use this driver, too."""
     monkeypatch.setattr(worker, "cu", fake)
     monkeypatch.setattr(worker, "inputs_of", lambda self_test, manifest, key: [batch(*key)])
     return fake
