@@ -18,7 +18,7 @@ from cgbundle.format.schema import EntrySpec, IntKey, Manifest, Program, Value, 
 
 from ..model.flat_module import PREFIX, run_eager
 from ..model.pytree import dtype_name
-from ..model.source import SELF_TEST_SEED, Source, all_keys, sample
+from ..model.source import SELF_TEST_SEED
 from ..transforms.prepared import Prepared
 from ..util.raw_bytes import changes, raw
 
@@ -49,16 +49,14 @@ class ReplayedBytes:
     state: tuple[tuple[str, bytes, bytes], ...]
 
 
-def eager_self_test(
-    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[Weight]
-) -> list[KeySelfTest]:
+def eager_self_test(prepared: Prepared, weights: Sequence[Weight]) -> list[KeySelfTest]:
     """Runs eager PyTorch at every int_key, from the model's initial state, on inputs that the export has not used.  `weights` are
     the manifest's rows of weights."""
     self_tests = []
     before = _initial_weights(prepared)
     rows = [row for row in weights if row.memory == "state"]
-    for key in all_keys(sizes):
-        inputs = sample(source, dict(zip(sizes, key, strict=True)), SELF_TEST_SEED).tensors
+    for key in prepared.keys:
+        inputs = prepared.exported.inputs_at(key, SELF_TEST_SEED)
         result = run_eager(prepared.reference, inputs, prepared.self_test_calls)
         mutated = tuple([(index, result.inputs[index]) for index in prepared.written])
         # an entry that draws no random numbers has no tensor for the random state, which then does not change

@@ -17,8 +17,8 @@ from ..bundle.emit import describe_size
 from ..bundle.proof import accepted, measured, unproved
 from ..bundle.self_test import KeySelfTest, replayed_self_test, write_self_test
 from ..bundle.single_region import WHOLE
-from ..model.source import SEED, SELF_TEST_SEED, sample
-from ..targets.build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
+from ..model.source import SEED, SELF_TEST_SEED
+from ..targets.build_spec import BuildSpec, EntryParts, ManifestParts
 from ..targets.cuda.donations import donated_outputs
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import HostRegions, SplitProgram, host_stage, off_gpu, split_stage
@@ -53,7 +53,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
     cut = cut_stage(spec, processes.folder, stage, stages)
     with stages("record") as tell:
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
-        recorded = record_level(recordable, spec.lower, processes, tell=tell)
+        recorded = record_level(recordable, spec.options.lower, processes, tell=tell)
         processes.close()  # CPU time and memory of children are counted only after they ended
         recorded = replace(recorded, stored=recorded.stored + write_tables(stage / file_names.TABLES, recorded.tables))
         tell.result("; ".join([counted(recorded), *_indices(spec, recorded)]))
@@ -74,10 +74,9 @@ class CutProgram:
 
 def cut_stage(spec: BuildSpec, scratch: Path, stage: Path, stages: Stages) -> CutProgram:
     """Splits the programs into regions if parts must run on the host.  Compiles the host regions into `stage`."""
-    state, placements = spec.entries[0].prepared.state, spec.by_key({entry.name: entry.placements for entry in spec.entries})
-    split = split_stage(spec.programs, placements, {key: call[0] for key, call in example_calls(spec).items()}, stages)
-    varying = spec.entries[0].prepared.varying
-    unplaced = lay_out(shapes_of(spec.programs.weights()), state, split.host_only if split else (), varying).rows
+    split = split_stage(spec.programs, spec.placements, spec.calls(), stages)
+    shapes, host_only = shapes_of(spec.programs.weights()), split.host_only if split else ()
+    unplaced = lay_out(shapes, spec.first.state, host_only, spec.first.varying).rows
     hosts = host_stage(split, unplaced, scratch, stage, stages)
     return CutProgram(split=split, hosts=hosts, host_only=off_gpu(split, hosts, unplaced))
 
@@ -86,22 +85,21 @@ def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Pat
     """Calls `prepare` for all entries: writes the weights into `stage`, other files into `folder`, and frees the weights' GPU
     memory.  Raises what `prepare` does."""
     programs, split = spec.programs, cut.split
-    prepared = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared) for entry in spec.entries})
-    placements = spec.by_key({entry.name: entry.placements for entry in spec.entries})
+    prepared = spec.entry_by_key()
     return prepare(
         programs,
         example_calls(spec),
         folder=folder,
-        specialize=spec.specialize,
-        self_test=_calls(spec, SELF_TEST_SEED),
-        code=code_of(spec.entries[0].source, programs),
-        placements=placements if split else {},
+        specialize=spec.options.specialize,
+        self_test=example_calls(spec, SELF_TEST_SEED),
+        code=code_of(spec.first.source, programs),
+        placements=spec.placements if split else {},
         uploads=split.uploads if split else {},
         host_only=cut.host_only,
         written={key: preparation.written for key, preparation in prepared.items()},
         donated=donated_outputs(spec, split),
-        state=spec.entries[0].prepared.state,
-        varying=spec.entries[0].prepared.varying,
+        state=spec.first.state,
+        varying=spec.first.varying,
         bounds=lambda rows: {key: error_bounds(preparation, rows) for key, preparation in prepared.items()},
         floors={key: selection_floor(preparation, error_bounds(preparation)) for key, preparation in prepared.items()},
         self_test_calls={key: preparation.self_test_calls for key, preparation in prepared.items()},
@@ -116,7 +114,7 @@ def _indices(spec: BuildSpec, recorded: Recorded) -> list[str]:
     texts = []
     for number, entry in enumerate(spec.entries):
         replays = spec.of_entry(number, recorded.replays).values()
-        texts.append(indices_text(error_bounds(entry.prepared, recorded.weights), [replay.indices for replay in replays]))
+        texts.append(indices_text(error_bounds(entry, recorded.weights), [replay.indices for replay in replays]))
     return [text for text in texts if text]
 
 
@@ -170,7 +168,7 @@ def _entry_parts(
 ) -> tuple[EntryParts, list[KeySelfTest]]:
     """Returns the manifest parts of entry `number`, and its self-test.  `exact`: it has no host regions.  Raises proof-failed."""
     entry = spec.entries[number]
-    prepared, replays = entry.prepared, spec.of_entry(number, recorded.replays)
+    prepared, replays = entry, spec.of_entry(number, recorded.replays)
     entry_programs = spec.of_entry(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     rows = with_aliases(tuple(entry_programs.values()), prepared.aliases, prepared.signature.outputs, written.weights)
     if len(replays) < len(entry_programs):
@@ -182,7 +180,7 @@ def _entry_parts(
         return EntryParts(programs=rows, self_test=self_test), list(expected)
     differences = {key: replays[key].differences for key in entry.keys}
     bounds = error_bounds(prepared, recorded.weights)
-    accepted_bounds = accepted(entry.dimensions, bounds, differences, spec.allow, "the graph differs", EAGER, entry.name)
+    accepted_bounds = accepted(entry.dimensions, bounds, differences, spec.options.allow, "the graph differs", EAGER, entry.name)
     self_test = SelfTest(
         compare="bits" if exact and all(replay.deterministic for replay in replays.values()) else "tolerance",
         calls=prepared.self_test_calls,
@@ -194,16 +192,9 @@ def _entry_parts(
     return EntryParts(programs=rows, self_test=self_test), replayed_self_test(rows, contents, prepared, written.weights)
 
 
-def example_calls(spec: BuildSpec) -> dict[IntKey, Call]:
+def example_calls(spec: BuildSpec, seed: int = SEED) -> dict[IntKey, Call]:
     """Returns the example call of every build key, on which its graphs are captured."""
-    return _calls(spec, SEED)
-
-
-def _calls(spec: BuildSpec, seed: int) -> dict[IntKey, Call]:
-    def entry_call(entry: EntryBuild, key: IntKey) -> Call:
-        return sample(entry.source, dict(zip(entry.sizes, key, strict=True)), seed).tensors, {}
-
-    return spec.by_key({entry.name: {key: entry_call(entry, key) for key in entry.keys} for entry in spec.entries})
+    return {key: (tensors, {}) for key, tensors in spec.calls(seed).items()}
 
 
 def _program(spec: BuildSpec, recorded: Recorded, split: SplitProgram | None) -> RecordedProgram:

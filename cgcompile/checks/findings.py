@@ -134,7 +134,7 @@ def _keys_text(keys: Sequence[IntKey], sizes: Mapping[str, tuple[int, ...]]) -> 
 def refuse(checked: Checked, strict: bool, allow: Sequence[str], specialize: str) -> None:
     """Raises check-refused for a finding of severity refuse, with `strict` also for one of severity host, and with
     specialize="shared" for any operation on the host.  `allow` cannot permit such a finding: the error says so."""
-    _refuse_findings(checked.findings, strict, allow)
+    refuse_findings(checked.findings, strict, allow)
     count = checked.on_host
     if count and specialize == "shared":
         raise ModelError(
@@ -144,7 +144,8 @@ def refuse(checked: Checked, strict: bool, allow: Sequence[str], specialize: str
         )
 
 
-def _refuse_findings(findings: Sequence[Finding], strict: bool, allow: Sequence[str]) -> None:
+def refuse_findings(findings: Sequence[Finding], strict: bool, allow: Sequence[str]) -> None:
+    """Raises check-refused for a finding of severity refuse, with `strict` also for one of severity host."""
     stopping = [f for f in findings if f.severity == REFUSE or (strict and f.severity == HOST)]
     if not stopping:
         return

@@ -6,9 +6,10 @@ The model is wrapped so that inputs and outputs are tuples of tensors.  Their ne
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch.export import ExportedProgram
 
@@ -210,9 +211,10 @@ class _Job:
     tell: Tell
     constant: bool
 
-    def dynamic(self) -> ExportedProgram:
-        """Exports one program for all sizes."""
-        return export_dynamic(self.source, self.flat, self.shapes, self.sizes)
+    @property
+    def dynamic(self) -> Callable[[], ExportedProgram]:
+        """The function that exports one program for all sizes."""
+        return partial(export_dynamic, self.source, self.flat, self.shapes, self.sizes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,7 +384,7 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
         check_result(source, result, flat.result)
         flat.earlier = calls[-1]
         job.tell(f"torch.export at {', '.join([f'{name}={size}' for name, size in key_sizes.items()]) or 'one size'}")
-        attempt = lambda tensors=tensors: export_static(source, flat, tensors)  # noqa: E731
+        attempt = partial(export_static, source, flat, tensors)
         stopped: ModelError | None = None
         try:
             program, size_obstacles = past_branches(flat, calls, tensors, attempt)

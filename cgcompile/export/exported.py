@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cgbundle.format.schema import DataSize, Parameter, Size, TensorSpec, Tree
+from cgbundle.format.schema import DataSize, IntKey, Parameter, Size, TensorSpec, Tree
 
 from ..model.flat_module import FlatModule
 from ..model.side_effects import Obstacle
-from ..model.source import Source
+from ..model.source import SEED, Source, all_keys, sample
 from .programs import Programs
 
 EagerShapes = tuple[dict[str, int], list[tuple[int, ...]]]
@@ -39,6 +39,19 @@ class Exported:
     unbounded: str = ""
     baked: Mapping[str, str] = field(default_factory=dict)
     written: frozenset[str] = frozenset()
+
+    @property
+    def keys(self) -> tuple[IntKey, ...]:
+        """The int_keys, in order."""
+        return tuple(all_keys(self.sizes))
+
+    def sizes_at(self, key: IntKey) -> dict[str, int]:
+        """Returns the size of every dimension at an int_key."""
+        return dict(zip(self.sizes, key, strict=True))
+
+    def inputs_at(self, key: IntKey, seed: int = SEED) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors of the example inputs at an int_key."""
+        return sample(self.source, self.sizes_at(key), seed).tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

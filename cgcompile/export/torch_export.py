@@ -37,9 +37,8 @@ from ..model.tracing.attributes import unregistered_attributes_kept
 from ..model.user_code import called_by, first_line, text_of, user_line, user_place
 from .assertions import settle_assertions
 from .exported import memory_order
-from .higher_order import body_constants, untraced
-from .higher_order.composite_operators import give_sizes_at_once, without_composites
-from .higher_order.expand import expanded
+from .higher_order import untraced
+from .higher_order.expand import expanded, give_sizes_at_once, without_composites
 from .higher_order.refused_bodies import refused_body
 from .higher_order.shared_memory import copy_shared
 from .signature.constant_sizes import Lines, constant_size_lines
@@ -173,7 +172,7 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     # with preserve_node_meta, nodes in bodies (of torch.cond and similar operators) keep the lines that Dynamo recorded, not the
     # caller's
     with torch.no_grad(), redirect_stderr(text), _quiet(LOGGERS[0]), preserve_node_meta(), unregistered_attributes_kept(flat.model):
-        program = body_constants.lifted(untraced.export(flat, _separate(tensors), dynamic))
+        program = untraced.export(flat, _separate(tensors), dynamic)
     sys.stderr.write(text.getvalue())
     _make_plain(program)
     _move_constants(program, flat.device)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..model.quantization.stored_weights import Quantization
 from ..model.source import Recipe
+from ..targets.choice import Options
 from .architectures.adapters import AdaptedLM, Alike, adapter_inputs
 from .causal_lm import CausalLM
 from .comparison.probe import takes_paged
@@ -19,22 +18,15 @@ from .networks import folder_configuration, folder_network
 from .settings import Settings, settings_for
 
 
-def language_model(
-    folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, recorded: bool,
-    weights: str | None = None, chunk: Sequence[int] | str = (), adapters: int = 0, adapter_rank: int | None = None,
-) -> tuple[Recipe, Settings]:  # fmt: skip
-    """Returns the recipe and the settings of a folder.  `weights`: int8, or None for the folder's own.  `adapters`: how many LoRA
-    adapters a loaded bundle holds, with a rank of at most `adapter_rank`.
+def language_model(folder: str, options: Options, gpu: int | None) -> tuple[Recipe, Settings]:
+    """Returns the recipe and the settings of a folder.
 
-    For `gpu`, `recorded` and errors see `settings_for`.  Creating the model raises folder-invalid, language-model-refused.
+    For `gpu` and errors see `settings_for`.  Creating the model raises folder-invalid, language-model-refused.
     """
     model_folder = read_folder(folder)
     config = folder_configuration(folder)
-    settings = settings_for(
-        model_folder, context, lanes, dtype, gpu, recorded=recorded, chunk=chunk, pieces=takes_paged(config), adapters=adapters,
-        adapter_rank=adapter_rank,
-    )  # fmt: skip
-    model = ComparedModel(folder, settings, weights)
+    settings = settings_for(model_folder, options, gpu, pieces=takes_paged(config))
+    model = ComparedModel(folder, settings, options.weights)
     entries = ExampleInputs(
         config=config, pages=settings.pages, slots=settings.slots, turns=settings.turns, adapters=settings.adapters
     ).entries()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import BuildError
+from ..targets.choice import Options
 from ..targets.memory_layout import RECORDED_STATES
 from .folder import ModelFolder
 
@@ -91,23 +92,21 @@ class Settings:
         return entry_sizes | ({"load_adapter": {}} if self.adapters else {})
 
 
-def check_settings(
-    folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, chunk: Sequence[int] | str = (),
-    adapters: int = 0, adapter_rank: int | None = None,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+def check_settings(folder: ModelFolder, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns lanes and chunks as numbers, () for defaults.  Raises option-invalid."""
+    context, dtype, adapters, adapter_rank = options.context, options.dtype, options.adapters, options.adapter_rank
     if dtype is not None and dtype not in DTYPES:
         raise BuildError("option-invalid", f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     longest = longest_text(folder)
     if context is not None and not PAGE <= context <= longest:
         problem = f"context {context}: expected {PAGE} to {longest} tokens, the longest text of {folder.name}"
         raise BuildError("option-invalid", problem)
-    numbers, chunks = numbers_of(lanes), numbers_of(chunk)
+    numbers, chunks = numbers_of(options.lanes), numbers_of(options.chunk)
     if any(number < 1 for number in numbers) or len(set(numbers)) < len(numbers):
-        problem = f"lanes {lanes!r}: expected distinct positive whole numbers"
+        problem = f"lanes {options.lanes!r}: expected distinct positive whole numbers"
         raise BuildError("option-invalid", problem, "for example --lanes 1,8,32")
     if any(number < PIECE or number % PIECE for number in chunks) or len(set(chunks)) < len(chunks):
-        problem = f"chunk {chunk!r}: expected distinct multiples of {PIECE} tokens"
+        problem = f"chunk {options.chunk!r}: expected distinct multiples of {PIECE} tokens"
         raise BuildError("option-invalid", problem, "for example --chunk 128,512,2048")
     if adapters < 0:
         raise BuildError("option-invalid", f"adapters {adapters}: expected 1 or more, or 0 for none")
@@ -127,20 +126,16 @@ def numbers_of(text: Sequence[int] | str) -> tuple[int, ...]:
         return (0,)
 
 
-def settings_for(
-    folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, *,
-    recorded: bool = False, chunk: Sequence[int] | str = (), pieces: bool = False, adapters: int = 0,
-    adapter_rank: int | None = None,
-) -> Settings:  # fmt: skip
+def settings_for(folder: ModelFolder, options: Options, gpu: int | None, *, pieces: bool = False) -> Settings:
     """Returns the settings.  `pieces`: whether a prefill call may have several lanes of one text.  `gpu`: the bytes of the GPU, 0
-    if unknown, None for a processor.  `recorded`: the model is captured on that GPU, which then holds the cache several times.
-    Raises option-invalid."""
-    numbers, chunks = check_settings(folder, context, lanes, dtype, chunk, adapters, adapter_rank)
-    rank = (adapter_rank or RANK) if adapters else 0
+    if unknown, None for a processor.  A GPU that captures the model holds the cache several times.  Raises option-invalid."""
+    numbers, chunks = check_settings(folder, options)
+    adapters, recorded = options.adapters, options.record != "cross-compile"
+    rank = (options.adapter_rank or RANK) if adapters else 0
     numbers = numbers or (LANES_CPU if gpu is None else LANES_GPU)
-    longest = context or min(longest_text(folder), LONGEST_CPU if gpu is None else LONGEST_GPU)
+    longest = options.context or min(longest_text(folder), LONGEST_CPU if gpu is None else LONGEST_GPU)
     blocks = max(1, longest // PAGE)
-    kind = dtype or ("float32" if gpu is None else configured_dtype(folder))
+    kind = options.dtype or ("float32" if gpu is None else configured_dtype(folder))
     page = PAGE * token_elements(folder) * DTYPES[kind]
     free_bytes = cache_room(gpu, (folder.weights + adapters * adapter_numbers(folder, rank)) * DTYPES[kind], recorded)
     pages = max(blocks, min(blocks, OF_A_LANE) * numbers[-1])

@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import ModuleType
@@ -295,3 +296,45 @@ def _attribute(module: ModuleType, attribute: str, label: str) -> Any:
             raise missing_attribute(module.__name__, attribute, label)
         value = getattr(value, part)
     return value
+
+
+# --- training mode ----------------------------------------------------------------------------------------------------
+
+EVAL_NOTE = "left in training mode, put into eval() (--train keeps it)"
+
+
+@contextmanager
+def evaluated(source: Source, train: bool) -> Iterator[str]:
+    """Puts the model into eval() unless `train`, and restores the modes of its modules at the end.
+
+    Yields a note, or "" if no mode changes.  A model from torch.export has no modes.  Raises source-invalid if the model's eval()
+    fails."""
+    modes = [(module, module.training) for module in source.model.modules()]
+    try:
+        yield EVAL_NOTE if not train and put_into_eval(source) else ""
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def load_evaluated(model: Any, train: bool) -> tuple[Source, ...]:
+    """Loads the model again and puts it into eval() unless `train`."""
+    sources = load_sources(model)
+    if not train:
+        put_into_eval(sources[0])
+    return sources
+
+
+def put_into_eval(source: Source) -> bool:
+    """Puts a model in training mode into eval().  Returns whether it was in training mode.  Raises source-invalid."""
+    if source.saved is not None or not source.model.training:
+        return False
+    return bool(call_user(_put, "eval()", source.label, source.model))
+
+
+def _put(model: torch.nn.Module) -> bool:
+    try:
+        model.eval()
+    except NotImplementedError:  # raised by a module from torch.export
+        return False
+    return True

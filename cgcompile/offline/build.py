@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from cgbundle.cpu.machine import processor_flags
 from cgbundle.format import file_names
 from cgbundle.format.schema import IntKey, SelfTest, Weight
@@ -20,9 +18,8 @@ from ..bundle.emit import describe_size
 from ..bundle.proof import unproved
 from ..bundle.self_test import KeySelfTest, eager_self_test, replace_self_tests, with_expected, write_self_test
 from ..export.programs import coarsest
-from ..model.source import sample
 from ..targets.architectures import arch
-from ..targets.build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts, build_key
+from ..targets.build_spec import BuildSpec, EntryParts, ManifestParts, build_key
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.recorded import RegionKey
@@ -35,6 +32,7 @@ from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.near_ties.judge import Seen, Verdict, indices_text
 from ..transforms.output_aliases import with_aliases
+from ..transforms.prepared import Prepared
 from ..util.content_cache import cache_folder
 from ..util.disk_space import size
 from ..util.progress import Stages, Tell
@@ -62,20 +60,20 @@ from .trace import (
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     """Cross-compiles every int_key and writes tables, images, weights, host regions and the self-test into `stage`.  Raises the
     errors of lowering and of `split_program`, and proof-failed if a result differs from eager PyTorch by more than its bound."""
-    target, exported = arch(spec.target), spec.programs
-    tensors, state = exported.weights(), spec.entries[0].prepared.state
-    calls = spec.by_key({entry.name: _calls(entry) for entry in spec.entries})
+    target, exported = arch(spec.chosen.target), spec.programs
+    tensors, state, varying = exported.weights(), spec.first.state, spec.first.varying
+    calls = spec.calls()
     with scratch_folder() as scratch:
-        split = split_stage(exported, spec.by_key({entry.name: entry.placements for entry in spec.entries}), calls, stages)
+        split = split_stage(exported, spec.placements, calls, stages)
         with stages("lower") as tell:
             jobs = jobs_of(spec, exported, split, calls, live_weights_of(spec, tensors))
-            code = code_of(spec.entries[0].source, exported)
+            code = code_of(spec.first.source, exported)
             lower = partial(lower_programs, split=split, target=target, scratch=scratch, tell=tell, code=code)
             lowered = lower(jobs)
             tell.result(summary(lowered))
         with stages("compile") as tell:
             compiled = compile_programs(lowered, target, tell)
-            if spec.entries[0].source.rows:
+            if spec.first.source.rows:
                 from .more_rows import same_launches  # imported here because few models need it
 
                 def lower_and_compile(others: dict[RegionKey, LoweringJob]) -> tuple[LoweredPrograms, CompiledPrograms]:
@@ -85,7 +83,6 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 same_launches(spec, jobs, (lowered, compiled), lower_and_compile)
             tell.result(f"{len(compiled.images)} kernel images, equal ones once")
         shapes = shapes_of(tensors)
-        varying = spec.entries[0].prepared.varying
         unplaced = lay_out(shapes, state, split.host_only if split else (), varying).rows
         hosts = host_stage(split, unplaced, scratch, stage, stages, common_level(os.uname().machine, processor_flags()))
         layout = lay_out(shapes, state, off_gpu(split, hosts, unplaced), varying)
@@ -100,13 +97,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             rows += write_tables(stage / file_names.TABLES, recorded.tables)
             written = write_recorded(stage, recorded, rows, target.name, split, hosts)
             (stage / KERNELS).write_text(configurations(compiled.kernels))
-            self_tests = {
-                entry.name: eager_self_test(entry.source, entry.prepared, entry.sizes, written.weights) for entry in spec.entries
-            }
+            self_tests = {entry.name: eager_self_test(entry, written.weights) for entry in spec.entries}
             write_self_test(stage / file_names.SELF_TEST, self_tests)
             tell.result(describe_size(stage))
         parts = [_unproved(spec, number, self_tests[entry.name], written) for number, entry in enumerate(spec.entries)]
-        if spec.prove == "interpret":
+        if spec.options.prove == "interpret":
             with stages("interpret") as tell:
                 trials = _interpret(
                     spec, parts, written, self_tests, split, compiled.kernels, weight_files(stage, rows), scratch, tell
@@ -142,13 +137,9 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     )
 
 
-def _calls(entry: EntryBuild) -> dict[IntKey, tuple[torch.Tensor, ...]]:
-    return {key: sample(entry.source, dict(zip(entry.sizes, key, strict=True))).tensors for key in entry.keys}
-
-
 def _unproved(spec: BuildSpec, number: int, self_tests: Sequence[KeySelfTest], written: Written) -> EntryParts:
     """The parts of entry number `number`, with no int_key proved."""
-    prepared = spec.entries[number].prepared
+    prepared = spec.entries[number]
     program_rows = spec.of_entry(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     bounds = error_bounds(prepared, written.weights)
     return EntryParts(
@@ -160,12 +151,10 @@ def _unproved(spec: BuildSpec, number: int, self_tests: Sequence[KeySelfTest], w
     )  # fmt: skip
 
 
-def _with_near_ties(
-    entry: EntryBuild, part: EntryParts, self_tests: Sequence[KeySelfTest], weights: Sequence[Weight]
-) -> EntryParts:
+def _with_near_ties(entry: Prepared, part: EntryParts, self_tests: Sequence[KeySelfTest], weights: Sequence[Weight]) -> EntryParts:
     """The parts of an entry, with bounds that allow a GPU to select other indices with equally good values."""
-    measured, test = error_bounds(entry.prepared, weights), part.self_test
-    bounds = with_near_ties(test.bounds, entry.prepared, self_tests, measured, weights)
+    measured, test = error_bounds(entry, weights), part.self_test
+    bounds = with_near_ties(test.bounds, entry, self_tests, measured, weights)
     return replace(part, self_test=replace(test, bounds=bounds))
 
 
@@ -183,22 +172,22 @@ def _proved_entry(
 ) -> tuple[EntryParts, Chosen]:
     """The parts of an entry with the proofs of its int_keys, and its changed self-tests.  Raises proof-failed."""
     entry = spec.entries[number]
-    bounds = error_bounds(entry.prepared, weights)
-    within = coarsest(entry.prepared.programs)
+    bounds = error_bounds(entry, weights)
+    within = coarsest(entry.programs)
     self_tests: list[KeySelfTest] = []
     verdicts: list[Verdict] = []
 
     def judge(self_test: KeySelfTest, seen: Seen) -> Sequence[Difference] | None:
         if spec.ranks is not None:  # one rank alone cannot run the model in eager PyTorch
             return None
-        key_verdict = verdict(entry.prepared, self_test, seen, bounds, weights)
+        key_verdict = verdict(entry, self_test, seen, bounds, weights)
         if key_verdict is None:
             return None
         verdicts.append(key_verdict)
-        self_tests.append(with_expected(self_test, key_verdict.expected, entry.prepared, weights))
+        self_tests.append(with_expected(self_test, key_verdict.expected, entry, weights))
         return key_verdict.differences
 
-    kept, proofs = proved(entry.dimensions, bounds, part.self_test.proofs, trials, within, spec.allow, entry.name, judge)
+    kept, proofs = proved(entry.dimensions, bounds, part.self_test.proofs, trials, within, spec.options.allow, entry.name, judge)
     chosen = Chosen(self_tests=tuple(self_tests), summary=indices_text(bounds, [key_verdict.indices for key_verdict in verdicts]))
     return replace(part, self_test=replace(part.self_test, bounds=kept, proofs=proofs)), chosen
 
@@ -221,9 +210,9 @@ def _interpret(
     for number, (entry, part) in enumerate(zip(spec.entries, parts, strict=True)):
         for program, self_test in zip(part.programs, self_tests[entry.name], strict=True):
             key = build_key(spec, number, program.key)
-            trials[key] = make_trial(program, self_test, entry.prepared, written.weights, written.recordings, split, key)
+            trials[key] = make_trial(program, self_test, entry, written.weights, written.recordings, split, key)
             tasks.append(make_task(trials[key], key, program, sources, written.memories, weights))
-    run = partial(interpret, folder=scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
+    run = partial(interpret, folder=scratch / "interpret", budget=spec.options.prove_budget, cache=cache_folder(), tell=tell)
     outcomes = run(tasks) if spec.ranks is None else interpret_ranks(tasks, spec.ranks, run)
     pairs = {outcome.key: (trials[outcome.key], outcome) for outcome in outcomes}
     return [list(spec.of_entry(number, pairs).values()) for number in range(len(spec.entries))]
@@ -238,4 +227,4 @@ def _proved(spec: BuildSpec, parts: Sequence[EntryParts]) -> str:
     )
     largest_error = max(proof.error for _, proof in proofs)
     text = f"{count} of {len(proofs)} int_keys over poisoned memory, largest error {largest_error:.1e}"
-    return text + (f"; not in {spec.prove_budget:g} s: {unproved_keys}" if unproved_keys else "")
+    return text + (f"; not in {spec.options.prove_budget:g} s: {unproved_keys}" if unproved_keys else "")

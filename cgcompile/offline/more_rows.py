@@ -24,7 +24,7 @@ def same_launches(
 ) -> None:
     """Compares `reference`, the result of `jobs`, with the result for more rows.  `make` lowers and compiles.  Raises state-refused
     for a difference."""
-    rows = spec.entries[0].source.rows
+    rows = spec.first.source.rows
     firsts: dict[int, RegionKey] = {}
     for region, key in jobs:
         firsts.setdefault(key[0] if len(spec.entries) > 1 else 0, (region, key))

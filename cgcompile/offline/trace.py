@@ -88,8 +88,8 @@ class PlacedPrograms:
 
 def live_weights_of(spec: BuildSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """See `live_weights`.  `tensors`: those of the spec's programs."""
-    aliases = [alias for entry in spec.entries for alias in entry.prepared.aliases]
-    return live_weights(tensors, aliases, spec.entries[0].prepared.state)
+    aliases = [alias for entry in spec.entries for alias in entry.aliases]
+    return live_weights(tensors, aliases, spec.first.state)
 
 
 def jobs_of(
@@ -98,8 +98,8 @@ def jobs_of(
     """Returns the lowering jobs.  `programs` (the spec's), `calls` and `split` are on the CPU.  `live`: see `live_weights`."""
     if split:
         return region_jobs(split, live)
-    prepared = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared) for entry in spec.entries})
-    return whole_jobs(programs, calls, {key: bool(entry.changes or entry.written) for key, entry in prepared.items()}, live)
+    by_key = spec.entry_by_key()
+    return whole_jobs(programs, calls, {key: bool(entry.changes or entry.written) for key, entry in by_key.items()}, live)
 
 
 def lower_programs(
@@ -147,7 +147,7 @@ def place_programs(
     the plan's check."""
     folded, end = folded_tables(lowered.traced, layout.weights_end)
     kept = keep_outputs(lowered.by_key, donated_outputs(spec, split))
-    written = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared.written) for entry in spec.entries})
+    written = {key: entry.written for key, entry in spec.entry_by_key().items()}
     places = _places(layout.rows, folded)
     exchanges = _exchange_kernels(spec, lowered) if spec.ranks else None
     graphs, bound = _assemble(lowered.by_key, kept, compiled.kernels, places, calls, split, written, compiled.conditions, exchanges)
@@ -174,7 +174,7 @@ def _exchange_kernels(spec: BuildSpec, lowered: LoweredPrograms) -> ExchangeKern
         if isinstance(event, Exchange)
     ]
     memory = needed_memory(spec.ranks.size, sent)
-    return ExchangeKernels(rank=spec.ranks.rank, memory=memory, image=collective_image(spec.target, memory))
+    return ExchangeKernels(rank=spec.ranks.rank, memory=memory, image=collective_image(spec.chosen.target, memory))
 
 
 def summary(lowered: LoweredPrograms) -> str:

@@ -9,7 +9,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -18,18 +17,12 @@ from typing import Any
 from ..capture.processes import recorder_processes
 from ..export.paths import MAX_PATHS
 from ..model.declared_sizes import Inputs, SizesOption
-from ..targets.choice import asks_gpu
+from ..targets.choice import MAX_KEYS, PROVE_BUDGET, Options, asks_gpu
 from ..util.garbage_collection import quick_imports, seldom_collected
 from ..util.progress import Progress, Stages, Watcher, watcher
 from .argument_checks import check_build, check_check
 from .folders import folder_model, gguf_place, is_folder, is_gguf, write_gguf
-from .records import Built, LanguageOptions, Options, Report, split_targets
-
-PROVE_BUDGET = 120.0
-"""Seconds that interpreting the int_keys of a cross-compiled bundle may take."""
-
-MAX_KEYS = 64
-"""Default maximum number of int_keys.  Each int_key costs runs of the model and a self-test, and on a GPU a recording."""
+from .records import Built, Report
 
 TRACE = "torch.__trace"
 """The logger to which torch prints every graph (torch 2.11, 2.13).  Its handler removes itself at the first record, unless
@@ -179,24 +172,19 @@ def build(
             sizes=sizes, out=out, target=target, strict=strict, allow=tuple(allow), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, autotune=autotune, autotune_timeout=autotune_timeout,
             train=train, fallback_ops=tuple(fallback_ops), standalone=standalone, force=force, max_keys=max_keys,
-            max_paths=max_paths, donations=donations, state=dict(state), world=world, split=split,
-            progress=tell,
-            language=LanguageOptions(
-                context=context, lanes=lanes, chunk=chunk, dtype=dtype, weights=weights, adapters=adapters,
-                adapter_rank=adapter_rank,
-            ),
+            max_paths=max_paths, donations=donations, state=dict(state), world=world, split=split, context=context, lanes=lanes,
+            chunk=chunk, dtype=dtype, weights=weights, adapters=adapters, adapter_rank=adapter_rank, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
         if is_folder(model):
             with with_torch(tell, f"{__package__}.build"):
-                model, chosen = folder_model(model, options.language, target, record, Stages(tell))
-            options = replace(options, sizes=chosen)
+                model, options = folder_model(model, options)
         if world is not None:
             with with_torch(tell, f"{__package__}.world.build"):
                 from .world.build import build_world  # late: it imports torch
 
                 return build_world(model, options)
-        if len(split_targets(target)) > 1:
+        if len(options.targets) > 1:
             with with_torch(tell, f"{__package__}.variants"):
                 from .variants import build_variants  # late: it imports torch
 
@@ -249,21 +237,20 @@ def check(
 
     Raises a BuildError for wrong arguments, and if the model cannot be exported for a reason that is not a finding.
     """
-    language = LanguageOptions(
-        context=context, lanes=lanes, chunk=chunk, dtype=dtype, weights=weights, adapters=adapters, adapter_rank=adapter_rank
-    )
     with ExitStack() as stack:
         tell = stack.enter_context(watcher(progress))
         if is_gguf(model):
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
             model = _folder_of(model, Path(scratch), False, tell)
-        check_check(model, inputs, sizes, target, train, language)
+        options = Options(
+            sizes=sizes, target=target, strict=strict, train=train, fallback_ops=tuple(fallback_ops), max_paths=max_paths,
+            context=context, lanes=lanes, chunk=chunk, dtype=dtype, weights=weights, adapters=adapters, adapter_rank=adapter_rank,
+            progress=tell,
+        )  # fmt: skip
+        check_check(model, inputs, options)
         stack.enter_context(with_torch(tell, f"{__package__}.check"))
         if is_folder(model):
-            model, sizes = folder_model(model, language, target, "auto", Stages(tell))
+            model, options = folder_model(model, options)
         from .check import check as run  # late: it imports torch
 
-        return run(
-            model, inputs, sizes=sizes, target=target, strict=strict, fallback_ops=fallback_ops, train=train, max_keys=MAX_KEYS,
-            max_paths=max_paths,
-        )  # fmt: skip
+        return run(model, inputs, options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from cgbundle.validate.manifest import WORLDS
 
 from ..errors import BuildError
 from ..model.declared_sizes import SizesOption, count_keys, declared_sizes, sizes_of_entries
-from ..targets.choice import asks_torch, choose, is_cpu, recorder_for
+from ..targets.choice import Options, asks_torch, choose, is_cpu, recorder_for
 from ..targets.requirements import check_compiler, check_packages
 from ..util.explanations import explanations, nearest
 from ..util.model_file import (
@@ -34,7 +35,6 @@ from ..util.model_file import (
 )
 from .destination import check_free, destination_path
 from .folders import check_folder_options, check_weights
-from .records import LanguageOptions, Options, split_targets
 
 NO_PROOF = "--prove none skips the proof"
 
@@ -46,17 +46,13 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     check_arguments(model, inputs)
     check_packages("host")
     _check_allowed(options.allow)
-    others = {
-        "--sizes": options.sizes, "--train": options.train, "--world": options.world, "--split": options.split,
-        "donations": options.donations, "state": options.state,
-    }  # fmt: skip
-    check_folder_options(model, options.language, others)
-    check_weights(options.language, options.target, options.record)
+    check_folder_options(model, options)
+    check_weights(options)
     name = _check_model(model, options.sizes, options.max_keys)
     if options.autotune_timeout is not None:
         check_timeout(options.autotune_timeout, options.autotune)
     # "auto" and "cuda" need torch, so `build` resolves them after it has imported torch
-    targets = split_targets(options.target)
+    targets = options.targets
     if len(targets) > 1:
         _check_targets(targets, options)
     resolvable = not any(map(asks_torch, targets))
@@ -66,8 +62,7 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     recorder = ""
     for target in targets if resolvable else ():
         standalone = bool(options.standalone) and (len(targets) == 1 or is_cpu(target))
-        choice = (target, options.lower, options.specialize, record, options.prove)
-        recorder = choose(*choice, standalone=standalone, autotune=options.autotune).recorder
+        recorder = choose(replace(options, target=target, record=record, standalone=standalone)).recorder
     if name:
         check_free(destination_path(options.out, name), options.force)
     if not options.prove_budget > 0:
@@ -131,15 +126,15 @@ def _check_targets(targets: Sequence[str], options: Options) -> None:
         raise BuildError("option-invalid", "--autotune times one GPU, and several targets are named", "build one target")
 
 
-def check_check(model: Any, inputs: Any, sizes: SizesOption, target: str, train: bool, language: LanguageOptions) -> None:
+def check_check(model: Any, inputs: Any, options: Options) -> None:
     """Raises the errors of `check` for these arguments.  See `check_build`."""
     check_arguments(model, inputs)
     check_packages("host")
-    check_folder_options(model, language, {"--sizes": sizes, "--train": train})
-    check_weights(language, target)
-    _check_model(model, sizes, None)
-    if not asks_torch(target):
-        recorder_for(target)
+    check_folder_options(model, options)
+    check_weights(options)
+    _check_model(model, options.sizes, None)
+    if not asks_torch(options.target):
+        recorder_for(options.target)
 
 
 def _check_model(model: Any, sizes: SizesOption, max_keys: int | None) -> str:

@@ -15,9 +15,7 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import Finding
 from cgbundle.format.size_expressions import axes_text
 
-from ..checks import check as check_rules
 from ..checks.context import operator
-from ..checks.repeatability import widened_bound
 from ..checks.sizes import small_region, too_many_keys
 from ..errors import BuildError, ModelError
 from ..export.export import export, with_unwritten
@@ -28,7 +26,7 @@ from ..export.signature.signature import describe_signature
 from ..export.weights import weight_placeholders
 from ..model.declared_sizes import Inputs, SizesOption, assumed_sizes, declared_sizes, sizes_of_entries
 from ..model.flat_module import PREFIX
-from ..model.load import load_sources
+from ..model.load import evaluated, load_sources
 from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_models, models_at
 from ..model.side_effects import BRANCH
 from ..model.source import CPU, CUDA, Source, sample
@@ -38,54 +36,44 @@ from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
 from ..targets.architectures import capability_of
-from ..targets.build_spec import EntryBuild
-from ..targets.choice import CONDITIONALS, recorder_for, resolved
+from ..targets.choice import Options, recorder_for, resolved
 from ..targets.donations import donations_of
 from ..transforms.bounded.exports import with_bounded_outputs
-from ..transforms.prepared import prepare
-from .kernel_coverage import operators_without_kernel
+from ..transforms.prepared import Prepared
+from .entries import apply_rules, prepared_entry, with_later_findings
 from .records import RegionReport, Report
 from .sequences import with_sequences
-from .training_mode import evaluated
 
 ASSUMED = (2, 8)
 """Assumed sizes of a dimension without sizes: a report needs a range, not a list."""
 
 
-def check(
-    model: Any,
-    inputs: Inputs | None,
-    *,
-    sizes: SizesOption,
-    target: str,
-    strict: bool,
-    fallback_ops: Sequence[str],
-    train: bool,
-    max_keys: int,
-    max_paths: int,
-) -> Report:
+def check(model: Any, inputs: Inputs | None, options: Options) -> Report:
     """See `cgcompile.check`."""
     with cuda_left_alone():
         sources = load_sources(model, inputs)
     many = len(sources) > 1
-    by_entry = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
+    dimensions = {source.entry: source.dimensions for source in sources}
+    by_entry = sizes_of_entries(options.sizes, dimensions) if options.sizes else {}
     with ExitStack() as stack:
-        mode = stack.enter_context(evaluated(sources[0], train))
+        mode = stack.enter_context(evaluated(sources[0], options.train))
         fresh = None if sources[0].saved else stack.enter_context(forked_models(sources))
-        target = resolved(target)  # after the fork: it may start CUDA
+        target = resolved(options.target)  # after the fork: it may start CUDA
         stack.enter_context(own_buffers(sources[0].model))
         model_device = CPU if recorder_for(target) == "host" else CUDA
         if fresh:
             fresh = models_at(Place(device=CPU, target_device=model_device, capability=capability_of(target)), fresh, sources, None)
         sources = tuple([replace(source, target_device=model_device, capability=capability_of(target)) for source in sources])
         entry_sizes = [_entry_sizes(source, by_entry.get(source.entry), many) for source in sources]
-        exported = [_exported(source, dims, max_paths, alone=not many) for source, dims in zip(sources, entry_sizes, strict=True)]
-        exported = _unwritten(exported, max_paths)
+        exported = [
+            _exported(source, dims, options.max_paths, alone=not many) for source, dims in zip(sources, entry_sizes, strict=True)
+        ]
+        exported = _unwritten(exported, options.max_paths)
         completed = [outcome for outcome in exported if isinstance(outcome, Exported)]
         if len(completed) == len(exported):  # with_sequences calls all entries, since one may read state that another one changes
             exported = list(with_sequences(completed, fresh))
         outcomes = [
-            _report(source, dims, outcome, target, strict, fallback_ops, max_keys, assumed=source.entry not in by_entry)
+            _report(source, dims, outcome, target, options, assumed=source.entry not in by_entry)
             for source, dims, outcome in zip(sources, entry_sizes, exported, strict=True)
         ]
     reports, entries = [report for report, _ in outcomes], [entry for _, entry in outcomes if entry is not None]
@@ -128,21 +116,19 @@ def _report(
     sizes: dict[str, tuple[int, ...]],
     exported: Exported | Finding,
     target: str,
-    strict: bool,
-    fallback_ops: Sequence[str],
-    max_keys: int,
+    options: Options,
     *,
     assumed: bool,
-) -> tuple[Report, EntryBuild | None]:
+) -> tuple[Report, Prepared | None]:
     """Returns the report of one entry, and the data for a build, or None if no bundle can be built."""
-    target_name, recorder = target, recorder_for(target)
-    target = "cpu" if recorder == "host" else "cuda"
+    recorder = recorder_for(target)
+    kind = "cpu" if recorder == "host" else "cuda"
     collected: list[Finding] = []
     axes: tuple[tuple[str, str], ...] = ()
     regions: tuple[RegionReport, ...] = ()
     returned: tuple[tuple[str, int], ...] = ()
     unpartitioned = per_size = ""
-    entry: EntryBuild | None = None
+    entry: Prepared | None = None
     if isinstance(exported, Finding):
         collected.append(exported)
         unpartitioned = "the model cannot be exported"
@@ -150,18 +136,13 @@ def _report(
         per_size = exported.programs.reason
         shapes = [(name, shape) for (name, _), shape in zip(exported.flat.like.leaves, exported.shapes, strict=True)]
         axes = tuple([(name, axes_text(name, shapes)) for name in sizes])
-        checked = check_rules(
-            exported, target, fallback_ops, conditionals=recorder in CONDITIONALS, cross_compiled=recorder == "cross-compile"
-        )
+        checked = apply_rules(exported, recorder, options)
         collected += checked.findings
         if not any(finding.severity == "refuse" for finding in collected):
             signature = describe_signature(exported)  # this call and the next one raise the errors of a build
-            prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
-            collected += widened_bound(prepared)
-            entry = EntryBuild(source=source, prepared=prepared, sizes=sizes, dimensions=(), placements=checked.placements)
-            if recorder == "cross-compile":
-                collected += operators_without_kernel(prepared, checked.placements, sizes, target_name)
-        if target == "cuda":
+            entry = with_later_findings(prepared_entry(exported, signature, checked), target, recorder)
+            collected = list(entry.findings)
+        if kind == "cuda":
             try:
                 largest = tuple([values[-1] for values in sizes.values()])
                 program = exported.programs.at(largest)
@@ -171,12 +152,12 @@ def _report(
             else:
                 regions, returned = _regions(parts, exported, program)
                 collected = _with_partition(collected, parts, program)
-    collected += too_many_keys(sizes, max_keys)
-    if strict:
+    collected += too_many_keys(sizes, options.max_keys)
+    if options.strict:
         collected = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in collected]
     collected.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
     report = Report(
-        name=source.name, entry=source.entry, others=(), target=target, sizes=tuple(sizes.items()), axes=axes,
+        name=source.name, entry=source.entry, others=(), target=kind, sizes=tuple(sizes.items()), axes=axes,
         assumed=tuple(sizes) if assumed else (),
         findings=tuple(collected), regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
     )  # fmt: skip

@@ -7,16 +7,16 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError
-from ..targets.choice import is_cpu
+from ..targets.choice import Options, is_cpu
 from ..targets.requirements import has_driver
 from ..util.disk_space import size
 from ..util.model_file import kind_of
 from ..util.progress import Stages
-from .records import LanguageOptions, split_targets
 
 NEEDED = ("transformers", "triton")
 EXTRA = "pip install 'transformers>=5' 'triton>=3.6,<3.8'"
@@ -35,14 +35,14 @@ print(total.value)
 models."""
 
 
-def check_weights(options: LanguageOptions, target: str, record: str = "auto") -> None:
+def check_weights(options: Options) -> None:
     """Raises option-invalid for quantized weights that the target or the dtype does not support."""
     if options.weights is None:
         return
     if options.weights != "int8":
         raise BuildError("option-invalid", f"weights {options.weights!r}: expected int8")
-    if gpu_memory(target, record) is not None:
-        problem = f"weights int8: for processors, and the target is {target}"
+    if gpu_memory(options) is not None:
+        problem = f"weights int8: for processors, and the target is {options.target}"
         raise BuildError("option-invalid", problem, "add --target cpu, or leave --weights out")
     if options.dtype not in (None, "float32"):
         problem = f"weights int8: calls compute in float32, and the dtype is {options.dtype}"
@@ -78,18 +78,16 @@ def write_gguf(model: Any, folder: Path, stages: Stages) -> None:
         tell.result(f"weights as float32, configuration and tokenizer in {folder}")
 
 
-def check_folder_options(model: Any, options: LanguageOptions, others: dict[str, Any]) -> None:
+def check_folder_options(model: Any, options: Options) -> None:
     """Raises option-invalid for options that do not fit the kind of model, extra-missing, and folder-invalid for errors in the
-    folder's files.  `others`: values of the options for model files, by option name."""
+    folder's files."""
     if not is_folder(model):
-        named = {"--context": options.context, "--lanes": options.lanes, "--dtype": options.dtype, "--weights": options.weights}
-        named |= {"--chunk": options.chunk, "--adapters": options.adapters, "--adapter-rank": options.adapter_rank}
-        for name, value in named.items():
+        for name, value in options.of_folders().items():
             if value:
                 problem = f"{name} is for the folder of a language model, and this model is none"
                 raise BuildError("option-invalid", problem, f"leave {name} out, or give a folder with config.json")
         return
-    for name, value in others.items():
+    for name, value in options.of_models().items():
         if value:
             problem = f"{name} is for model files, and {os.fspath(model)} is the folder of a language model"
             remedy = "give --context and --lanes" if name == "--sizes" else f"leave it out, or {BY_HAND}"
@@ -101,39 +99,33 @@ def check_folder_options(model: Any, options: LanguageOptions, others: dict[str,
     from ..language_models.folder import read_folder  # late: only these folders need it
     from ..language_models.settings import check_settings
 
-    check_settings(
-        read_folder(os.fspath(model)), options.context, options.lanes, options.dtype, options.chunk, options.adapters,
-        options.adapter_rank,
-    )  # fmt: skip
+    check_settings(read_folder(os.fspath(model)), options)
 
 
-def folder_model(model: Any, language: LanguageOptions, target: str, record: str, stages: Stages) -> tuple[Any, Any]:
-    """Returns the `model.source.Recipe` of a folder, which is a model for `build` and `check`, and the sizes to build."""
-    with stages("folder") as tell:
+def folder_model(model: Any, options: Options) -> tuple[Any, Options]:
+    """Returns the `model.source.Recipe` of a folder, which is a model for `build` and `check`, and the options with its
+    sizes."""
+    with Stages(options.progress)("folder") as tell:
         tell("transformers")
         from ..language_models.recipe import language_model  # late: it imports transformers
 
-        recipe, settings = language_model(
-            os.fspath(model), context=language.context, lanes=language.lanes, dtype=language.dtype, gpu=gpu_memory(target, record),
-            recorded=record != "cross-compile", weights=language.weights, chunk=language.chunk, adapters=language.adapters,
-            adapter_rank=language.adapter_rank,
-        )  # fmt: skip
+        recipe, settings = language_model(os.fspath(model), options, gpu_memory(options))
         lanes = ", ".join(map(str, settings.lanes))
         cache = f"a load takes {settings.pages} to {settings.most_pages} pages of cache ({size(settings.page_bytes)} each)"
-        stored = f", weights {language.weights}" if language.weights else ""
+        stored = f", weights {options.weights}" if options.weights else ""
         adapters = f", {settings.adapters} adapters of rank {settings.rank}" if settings.adapters else ""
         tell.result(f"{settings.dtype}{stored}, texts of up to {settings.context} tokens, {lanes} lanes{adapters}; {cache}")
-    return recipe, settings.sizes
+    return recipe, replace(options, sizes=settings.sizes)
 
 
-def gpu_memory(target: str, record: str) -> int | None:
+def gpu_memory(options: Options) -> int | None:
     """Returns the bytes of the target GPU's memory, or None for processors.  For one target this is the memory of this machine's
     GPU, whatever its architecture.  Returns 0 without a GPU here, and for several targets."""
-    targets = split_targets(target)
+    targets = options.targets
     if all(map(is_cpu, targets)):
         return None
     memory = memory_here() if len(targets) == 1 else 0
-    return None if targets == ["auto"] and not memory and record != "cross-compile" else memory
+    return None if targets == ["auto"] and not memory and options.record != "cross-compile" else memory
 
 
 def memory_here() -> int:

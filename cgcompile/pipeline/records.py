@@ -1,72 +1,18 @@
-"""Arguments and results of build and check."""
+"""Results of build and check."""
 
 from __future__ import annotations
 
 import html
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cgbundle.format.schema import Finding
 
-from ..model.declared_sizes import SizesOption
 from ..util.disk_space import size
-from ..util.progress import Watcher
 
 if TYPE_CHECKING:
     from cgbundle.format.schema import Manifest
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LanguageOptions:
-    """Options for the folder of a language model; None, 0 and () mean the default.  `context`: tokens of the longest text.
-    `lanes`: texts of a call.  `chunk`: prompt tokens of a call.  `dtype`: of weights and cache.  `weights`: "int8" for 8 bits.
-    `adapters`: number of LoRA adapters; `adapter_rank`: their largest rank."""
-
-    context: int | None = None
-    lanes: Sequence[int] | str = ()
-    dtype: str | None = None
-    weights: str | None = None
-    chunk: Sequence[int] | str = ()
-    adapters: int = 0
-    adapter_rank: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """How a model is built: the keyword parameters of `build`."""
-
-    sizes: SizesOption
-    out: str | os.PathLike[str] | None
-    target: str
-    strict: bool
-    allow: tuple[str, ...]
-    lower: str
-    specialize: str
-    record: str
-    prove: str
-    prove_budget: float
-    autotune: bool
-    autotune_timeout: float | None
-    train: bool
-    fallback_ops: tuple[str, ...]
-    standalone: bool | None
-    force: bool
-    max_keys: int
-    max_paths: int
-    donations: Sequence[tuple[str, str]]
-    world: int | None
-    split: str | None
-    progress: Watcher
-    state: Mapping[str, Any] = field(default_factory=dict)
-    language: LanguageOptions = LanguageOptions()
-
-
-def split_targets(target: str) -> list[str]:
-    """Splits the option `target` at its commas."""
-    return [name.strip() for name in target.split(",")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -22,12 +22,12 @@ from ..bundle.proof import REPORT
 from ..bundle.variants import join_variants
 from ..errors import BuildError
 from ..model.declared_sizes import Inputs
-from ..targets.choice import choose
+from ..targets.choice import Options, choose
 from ..util.progress import Event, Stages, Watcher
 from ..util.scratch import scratch_folder
-from .build import build_into
+from .build import build
 from .destination import destination_path, staged_bundle
-from .records import Built, Options, split_targets
+from .records import Built
 
 
 def build_variants(model: Any, inputs: Inputs | None, options: Options) -> Built:
@@ -35,12 +35,12 @@ def build_variants(model: Any, inputs: Inputs | None, options: Options) -> Built
     restorers = _generator_restorers()
     built: list[Built] = []
     with scratch_folder() as scratch:
-        for number, target in enumerate(split_targets(options.target)):
+        for number, target in enumerate(options.targets):
             for restore in restorers:
                 restore()
             folder = scratch / str(number)
             folder.mkdir()
-            built.append(build_into(model, inputs, _options_of(options, target), folder))
+            built.append(build(model, inputs, _options_of(options, target), out_path=folder))
         folders = [scratch / str(number) for number in range(len(built))]
         destination = destination_path(options.out, built[0].manifest.name)
         stages = Stages(options.progress)
@@ -59,7 +59,7 @@ def build_variants(model: Any, inputs: Inputs | None, options: Options) -> Built
 def _options_of(options: Options, target: str) -> Options:
     """Returns the options for the build of one target.  Its progress texts begin with the target's name."""
     chosen = replace(options, target=target, out=None, progress=_naming(options.progress, target))
-    if choose(target, options.lower, options.specialize, "auto", options.prove).recorder == "host":
+    if choose(replace(chosen, record="auto", standalone=None)).recorder == "host":
         return chosen
     return replace(chosen, record="cross-compile" if options.record == "auto" else options.record, standalone=None)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cgbundle.format.schema import (
-    Dimension,
+    VERSION,
     DonatedRange,
     Donation,
+    EntrySpec,
     FrozenWeight,
     IntKey,
+    Manifest,
     Program,
+    Provenance,
     Region,
     SelfTest,
+    StateDimension,
     Target,
     Weight,
     World,
@@ -22,68 +28,59 @@ from cgbundle.format.schema import (
 
 from ..bundle.ranks import Ranks
 from ..export.programs import Programs
-from ..model.source import Source, all_keys
+from ..model.flat_module import PREFIX
+from ..model.source import ROWS, SEED, StateRows
+from ..transforms.output_aliases import manifest_aliases
 from ..transforms.prepared import Prepared
-
-Placements = Mapping[IntKey, Mapping[str, str]]
-"""Per int_key, the nodes of its program that must run on the host in a bundle for a GPU, with the reasons."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EntryBuild:
-    """An entry of the model, with its sizes per declared dimension."""
-
-    source: Source
-    prepared: Prepared
-    sizes: dict[str, tuple[int, ...]]
-    dimensions: tuple[Dimension, ...]
-    placements: Placements
-
-    @property
-    def name(self) -> str:
-        return self.source.entry
-
-    @property
-    def keys(self) -> tuple[IntKey, ...]:
-        """The int_keys of the entry, in order."""
-        return tuple(all_keys(self.sizes))
+from .choice import Chosen, Options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSpec:
-    """The input of a build: the entries of one model, the donations between them, and the options.
+    """The state of a build: the entries of one model, the donations between them, the options, and the target that was chosen.
 
-    `recorder`: as in `choice.Chosen`.  `ranks`: the processes that build the other ranks of a model over several devices.  The
-    other fields are options of `build`.  A recorder records all entries together, in mappings by *build key* (see `build_key`).
+    `ranks`: the processes that build the other ranks of a model over several devices.  A recorder records all entries together, in
+    mappings by *build key* (see `build_key`).
     """
 
-    entries: tuple[EntryBuild, ...]
+    entries: tuple[Prepared, ...]
     donations: tuple[Donation, ...]
-    target: str
-    recorder: str
-    lower: str
-    specialize: str
-    prove: str
-    prove_budget: float
-    autotune_timeout: float | None
-    allow: tuple[str, ...]
-    standalone: bool | None
+    options: Options
+    chosen: Chosen
     torch_version: str
     ranks: Ranks | None = None
+
+    @property
+    def first(self) -> Prepared:
+        """The first entry.  All entries have the same module, weights and state."""
+        return self.entries[0]
 
     @property
     def programs(self) -> Programs:
         """The programs of all entries, by build key."""
         first, *others = self.entries
         if not others:
-            return first.prepared.programs
-        by_key = self.by_key({entry.name: entry.prepared.programs.by_key for entry in self.entries})
+            return first.programs
+        by_key = self.by_key({entry.name: entry.programs.by_key for entry in self.entries})
         return Programs(by_key=by_key, dynamic=False)
 
     @property
     def baked(self) -> dict[str, str]:
         """Weights whose values Python read while an entry was exported: name -> the file:line that read it."""
-        return {name: where for entry in reversed(self.entries) for name, where in entry.prepared.baked.items()}
+        return {name: where for entry in reversed(self.entries) for name, where in entry.exported.baked.items()}
+
+    @property
+    def placements(self) -> dict[IntKey, Mapping[str, str]]:
+        """The nodes that must run on the host, by build key (see `Prepared`)."""
+        return self.by_key({entry.name: entry.placements for entry in self.entries})
+
+    def calls(self, seed: int = SEED) -> dict[IntKey, tuple[torch.Tensor, ...]]:
+        """Returns the tensors of an example call, by build key."""
+        return self.by_key({entry.name: {key: entry.exported.inputs_at(key, seed) for key in entry.keys} for entry in self.entries})
+
+    def entry_by_key(self) -> dict[IntKey, Prepared]:
+        """Returns the entry of every build key."""
+        return self.by_key({entry.name: dict.fromkeys(entry.keys, entry) for entry in self.entries})
 
     def by_key(self, by_entry: Mapping[str, Mapping[IntKey, Any]]) -> dict[IntKey, Any]:
         """Merges mappings by int_key, one per entry, into one mapping by build key."""
@@ -156,3 +153,55 @@ class ManifestParts:
     entries: tuple[EntryParts, ...]
     donated: tuple[DonatedRange, ...] = ()
     world: World | None = None
+
+
+def manifest_of(spec: BuildSpec, parts: ManifestParts, origin: Provenance) -> Manifest:
+    """Returns the manifest."""
+    names = [row.name for row in parts.weights]
+    generator = next((entry.generator for entry in spec.entries if entry.generator), "")
+    entries = [
+        EntrySpec(
+            name=entry.name,
+            dimensions=entry.dimensions,
+            inputs=entry.signature.inputs,
+            mutated_inputs=entry.written,
+            mutated_buffers=tuple(sorted([names.index(name.removeprefix(PREFIX)) for name in entry.changes])),
+            outputs=entry.signature.outputs,
+            aliases=manifest_aliases(entry.aliases, parts.weights),
+            data_sizes=entry.signature.data_sizes,
+            call=entry.signature.call,
+            parameters=entry.signature.parameters,
+            result=entry.signature.result,
+            programs=entry_parts.programs,
+            findings=entry.findings,
+            self_test=entry_parts.self_test,
+        )
+        for entry, entry_parts in zip(spec.entries, parts.entries, strict=True)
+    ]
+    return Manifest(
+        version=VERSION,
+        name=spec.first.source.name,
+        target=parts.target,
+        entries=tuple(entries),
+        weights=parts.weights,
+        random=names.index(generator.removeprefix(PREFIX)) if generator else None,
+        frozen=parts.frozen,
+        memories=parts.memories,
+        state_dimensions=tuple([_dimension(row, names) for row in spec.first.source.rows]),
+        regions=parts.regions,
+        module_state=parts.module_state,
+        donations=spec.donations,
+        donated=parts.donated,
+        allowed=tuple(sorted(spec.options.allow)),
+        world=parts.world,
+        provenance=origin,
+        files=(),
+    )
+
+
+def _dimension(rows: StateRows, names: Sequence[str]) -> StateDimension:
+    count = ROWS + rows.name
+    return StateDimension(
+        name=rows.name, weights=tuple(sorted(map(names.index, rows.buffers))), most=rows.most,
+        count=names.index(count) if count in names else None,
+    )  # fmt: skip

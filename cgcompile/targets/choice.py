@@ -1,16 +1,21 @@
-"""Resolves `--target`, and chooses the recorder of a build on this machine.  Imports torch only if a CUDA driver is installed."""
+"""The options of a build: one record for `cgcompile.build`, `cgcompile.check`, the command line and the manifest.  Chooses target
+and recorder on this machine.  Imports torch only if a CUDA driver is installed."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from cgbundle.cpu.machine import processor_flags
 
 from ..errors import BuildError
+from ..export.paths import MAX_PATHS
+from ..model.declared_sizes import SizesOption
+from ..util.progress import Watcher, silent
 from .architectures import arch
 from .instruction_sets import check_level, level_of
 from .requirements import has_driver
@@ -20,6 +25,87 @@ if TYPE_CHECKING:
 
 DEFAULT_LOWERING = "inductor"
 """The default of --lower, and the first lowering that --autotune tries."""
+
+PROVE_BUDGET = 120.0
+"""Seconds that interpreting the int_keys of a cross-compiled bundle may take."""
+
+MAX_KEYS = 64
+"""Default maximum number of int_keys.  Each int_key costs runs of the model and a self-test, and on a GPU a recording."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How a model is built: the keyword parameters of `build`, whose docstring describes them.  `check` has a part of them."""
+
+    sizes: SizesOption = ()
+    out: str | os.PathLike[str] | None = None
+    target: str = "auto"
+    strict: bool = False
+    allow: Sequence[str] = ()
+    lower: str = DEFAULT_LOWERING
+    specialize: str = "size"
+    record: str = "auto"
+    prove: str = "interpret"
+    prove_budget: float = PROVE_BUDGET
+    autotune: bool = False
+    autotune_timeout: float | None = None
+    train: bool = False
+    fallback_ops: Sequence[str] = ()
+    standalone: bool | None = None
+    force: bool = False
+    max_keys: int = MAX_KEYS
+    max_paths: int = MAX_PATHS
+    donations: Sequence[tuple[str, str]] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
+    world: int | None = None
+    split: str | None = None
+    context: int | None = None
+    lanes: Sequence[int] | str = ()
+    chunk: Sequence[int] | str = ()
+    dtype: str | None = None
+    weights: str | None = None
+    adapters: int = 0
+    adapter_rank: int | None = None
+    progress: Watcher = silent
+
+    @property
+    def targets(self) -> list[str]:
+        """The targets that `target` names, separated by commas."""
+        return [name.strip() for name in self.target.split(",")]
+
+    def of_folders(self) -> dict[str, Any]:
+        """Returns the values of the options that only the folder of a language model has, by option name."""
+        return {
+            "--context": self.context, "--lanes": self.lanes, "--dtype": self.dtype, "--weights": self.weights,
+            "--chunk": self.chunk, "--adapters": self.adapters, "--adapter-rank": self.adapter_rank,
+        }  # fmt: skip
+
+    def of_models(self) -> dict[str, Any]:
+        """Returns the values of the options that the folder of a language model does not have, by option name."""
+        return {
+            "--sizes": self.sizes, "--train": self.train, "--world": self.world, "--split": self.split,
+            "donations": self.donations, "state": self.state,
+        }  # fmt: skip
+
+    def recorded(self, recorder: str) -> dict[str, str]:
+        """Returns the options for the provenance of a manifest.  `recorder`: as in `choice.Chosen`."""
+        named = {
+            "target": self.target, "lower": self.lower, "specialize": self.specialize, "strict": str(self.strict).lower(),
+        }  # fmt: skip
+        if recorder == "cross-compile":
+            named |= {"record": recorder, "prove": self.prove}
+            named |= {} if self.prove == "none" else {"prove_budget": f"{self.prove_budget:g}"}
+        others = {
+            "world": None if self.world is None else str(self.world),
+            "split": self.split,
+            "autotune": "true" if self.autotune else None,
+            "autotune_timeout": None if self.autotune_timeout is None else f"{self.autotune_timeout:g}",
+            "standalone": None if self.standalone is None else str(self.standalone).lower(),
+            "train": "true" if self.train else None,
+            "fallback_ops": ", ".join(self.fallback_ops) or None,
+        }
+        return named | {name: value for name, value in others.items() if value is not None}
+
 
 LOWERINGS = ("eager", DEFAULT_LOWERING, "max-autotune")
 SPECIALIZE = ("size", "shared")
@@ -50,46 +136,39 @@ class Chosen:
         return torch.device("cuda", 0) if self.recorder == "capture" else torch.device("cpu")
 
 
-def choose(
-    target: str,
-    lower: str,
-    specialize: str = "size",
-    record: str = "auto",
-    prove: str = "interpret",
-    *,
-    standalone: bool = False,
-    autotune: bool = False,
-) -> Chosen:
+def choose(options: Options) -> Chosen:
     """Returns the target and recorder of a build.  The recorder for the GPU of this machine is "capture"; for other architectures,
     or with record="cross-compile", "cross-compile".  Raises target-unavailable, and option-invalid for an unknown option value."""
-    chosen = _chosen(target, lower, specialize, record, prove, autotune)
-    if standalone and chosen.recorder != "host":
+    chosen = _chosen(options)
+    if options.standalone and chosen.recorder != "host":
         reason = "a bundle for a GPU needs torch's libraries for operations on the host alone"
         raise BuildError("target-unavailable", f"standalone: {reason}", "leave --standalone out, or give --target cpu")
     return chosen
 
 
-def _chosen(target: str, lower: str, specialize: str, record: str, prove: str, autotune: bool) -> Chosen:
+def _chosen(options: Options) -> Chosen:
     for name, value, choices in (
-        ("lower", lower, LOWERINGS),
-        ("specialize", specialize, SPECIALIZE),
-        ("record", record, RECORDERS),
-        ("prove", prove, PROVE),
+        ("lower", options.lower, LOWERINGS),
+        ("specialize", options.specialize, SPECIALIZE),
+        ("record", options.record, RECORDERS),
+        ("prove", options.prove, PROVE),
     ):
         if value not in choices:
             raise BuildError("option-invalid", f"{name} {value!r}: expected one of {', '.join(choices)}")
-    if autotune and lower != DEFAULT_LOWERING:
-        raise BuildError("option-invalid", f"--autotune tries every lowering, and --lower is {lower}", "leave one of them out")
+    target, autotune = options.target, options.autotune
+    if autotune and options.lower != DEFAULT_LOWERING:
+        problem = f"--autotune tries every lowering, and --lower is {options.lower}"
+        raise BuildError("option-invalid", problem, "leave one of them out")
     level = level_of(target)
     if level is not None:
         check_level(level, os.uname().machine, processor_flags())
     if level is not None or target == "cpu":
-        return _cpu(target, lower, specialize, record, autotune)
+        return _cpu(target, options)
     local_arch = _here()
     if target not in ("auto", "cuda", local_arch):
         arch(target)  # raises if there is no such architecture
-    if target == "auto" and not local_arch and record != "cross-compile":
-        return _cpu("cpu", lower, specialize, record, autotune)
+    if target == "auto" and not local_arch and options.record != "cross-compile":
+        return _cpu("cpu", options)
     architecture = local_arch if target in ("auto", "cuda") else target
     if not architecture:
         raise BuildError(
@@ -97,17 +176,17 @@ def _chosen(target: str, lower: str, specialize: str, record: str, prove: str, a
             f"target {target}: there is no GPU on this machine",
             "name the GPU that the bundle is for: --target sm_90 (H100, H200), sm_80 (A100), ...",
         )
-    if architecture == local_arch and record != "cross-compile":
+    if architecture == local_arch and options.record != "cross-compile":
         if autotune:
-            _expect("specialize", specialize, "size", "--autotune lowers every size for itself", "leave --specialize out")
+            _expect("specialize", options.specialize, "size", "--autotune lowers every size for itself", "leave --specialize out")
         return Chosen(target=architecture, recorder="capture", runs_here=True)
-    if record == "capture":
+    if options.record == "capture":
         raise BuildError(
             "target-unavailable",
             f"target {target}: this machine {f'has {local_arch}' if local_arch else 'has no GPU'}, and a capture needs this GPU",
             "leave --record out: the bundle is then cross-compiled",
         )
-    return _cross_compile(architecture, lower, specialize, architecture == local_arch, autotune)
+    return _cross_compile(architecture, options, runs_here=architecture == local_arch)
 
 
 def asks_torch(target: str) -> bool:
@@ -158,27 +237,27 @@ def _here() -> str:
     return f"sm_{major}{minor}"
 
 
-def _cpu(target: str, lower: str, specialize: str, record: str, autotune: bool) -> Chosen:
+def _cpu(target: str, options: Options) -> Chosen:
     reason = "the cpu target has one lowering, inductor"
-    if autotune:
+    if options.autotune:
         raise BuildError("target-unavailable", f"autotune: {reason}", "leave --autotune out, or build for a GPU")
-    _expect("lower", lower, "inductor", reason, "leave --lower out, or build for a GPU")
+    _expect("lower", options.lower, "inductor", reason, "leave --lower out, or build for a GPU")
     reason = "the cpu target always has one lowering for all sizes"
-    _expect("specialize", specialize, "size", reason, "leave --specialize out")
-    _expect("record", record, "auto", "the cpu target records nothing", "leave --record out, or build for a GPU")
+    _expect("specialize", options.specialize, "size", reason, "leave --specialize out")
+    _expect("record", options.record, "auto", "the cpu target records nothing", "leave --record out, or build for a GPU")
     return Chosen(target=target, recorder="host", runs_here=True)
 
 
-def _cross_compile(architecture: str, lower: str, specialize: str, runs_here: bool, autotune: bool) -> Chosen:
+def _cross_compile(architecture: str, options: Options, *, runs_here: bool) -> Chosen:
     arch(architecture)  # raises if ARCHES lacks the GPU of this machine
     subject = f"cross-compiling for {architecture}"
     elsewhere = f"or build on a machine with a GPU of {architecture}"
-    if autotune:
+    if options.autotune:
         text = f"autotune: {subject} cannot run kernels, so it cannot time them"
         raise BuildError("target-unavailable", text, f"leave --autotune out, {elsewhere}")
     reason = f"{subject} has one lowering, inductor with everything in Triton"
-    _expect("lower", lower, "inductor", reason, f"leave --lower out, {elsewhere}")
-    _expect("specialize", specialize, "size", f"{subject} lowers every size for itself", "leave --specialize out")
+    _expect("lower", options.lower, "inductor", reason, f"leave --lower out, {elsewhere}")
+    _expect("specialize", options.specialize, "size", f"{subject} lowers every size for itself", "leave --specialize out")
     return Chosen(target=architecture, recorder="cross-compile", runs_here=runs_here)
 
 

@@ -11,10 +11,10 @@ from cgbundle.format.size_expressions import evaluate
 
 from ..errors import ModelError
 from ..model.source import DonationNames
-from .build_spec import EntryBuild
+from ..transforms.prepared import Prepared
 
 
-def donations_of(pairs: Iterable[DonationNames], entries: Sequence[EntryBuild]) -> tuple[Donation, ...]:
+def donations_of(pairs: Iterable[DonationNames], entries: Sequence[Prepared]) -> tuple[Donation, ...]:
     """Returns the manifest rows for the pairs that the model's `donations()` returns: an output and an input as "entry.name".
 
     Raises donation-unknown for unknown names, and donation-unlike or donation-refused for pairs that can never be donated.
@@ -46,7 +46,7 @@ def check_layouts(manifest: Manifest) -> None:
             )
 
 
-def _entry_and_position(pair: DonationNames, side: int, entries: Sequence[EntryBuild]) -> tuple[EntryBuild, int]:
+def _entry_and_position(pair: DonationNames, side: int, entries: Sequence[Prepared]) -> tuple[Prepared, int]:
     """Returns the entry and the position that one side of a pair names.  `side`: 0 for the output, 1 for the input."""
     name, _, tensor_name = pair[side].partition(".")
     entry = next((entry for entry in entries if entry.name == name), None)
@@ -56,7 +56,7 @@ def _entry_and_position(pair: DonationNames, side: int, entries: Sequence[EntryB
             "donation-unknown",
             f"donations(): {_pair_text(pair)}: {name!r} is no entry{did_you_mean(name, names)}; the entries are {', '.join(names)}",
         )
-    signature = entry.prepared.signature
+    signature = entry.signature
     kind, specs = ("input", signature.inputs) if side else ("output", signature.outputs)
     names = [spec.name for spec in specs]
     if not tensor_name and len(names) == 1:
@@ -67,26 +67,26 @@ def _entry_and_position(pair: DonationNames, side: int, entries: Sequence[EntryB
     return entry, names.index(tensor_name)
 
 
-def _check(pair: DonationNames, source: EntryBuild, output: int, target: EntryBuild, position: int) -> None:
-    output_spec, input_spec = source.prepared.signature.outputs[output], target.prepared.signature.inputs[position]
+def _check(pair: DonationNames, source: Prepared, output: int, target: Prepared, position: int) -> None:
+    output_spec, input_spec = source.signature.outputs[output], target.signature.inputs[position]
     where = f"donations(): {_pair_text(pair)}"
     if output_spec.dtype != input_spec.dtype:
         raise ModelError("donation-unlike", f"{where}: the output is {output_spec.dtype}, the input {input_spec.dtype}")
     if not _shapes(source, output_spec) & _shapes(target, input_spec):
         raise ModelError("donation-unlike", f"{where}: their shapes are equal at none of the built sizes")
-    shared = next((alias for alias in source.prepared.aliases if alias.output == output and alias.memory != "outputs"), None)
+    shared = next((alias for alias in source.aliases if alias.output == output and alias.memory != "outputs"), None)
     if shared is not None:
         owner = "one of its inputs" if shared.memory == "inputs" else f"buffer {shared.name!r}"
         raise ModelError("donation-refused", f"{where}: the output is {owner} itself")
-    if any(output in (row.output, row.count) for row in source.prepared.signature.data_sizes):
+    if any(output in (row.output, row.count) for row in source.signature.data_sizes):
         raise ModelError("donation-refused", f"{where}: the size of the output depends on data")
-    if position in target.prepared.written:
+    if position in target.written:
         raise ModelError("donation-refused", f"{where}: {target.name}() writes to that input, which would change the output")
 
 
-def _shapes(entry: EntryBuild, spec: TensorSpec) -> set[tuple[int, ...]]:
+def _shapes(entry: Prepared, spec: TensorSpec) -> set[tuple[int, ...]]:
     """Returns the shapes of `spec` at all int_keys of an entry."""
-    return {tuple([evaluate(size, dict(zip(entry.sizes, key, strict=True))) for size in spec.shape]) for key in entry.keys}
+    return {tuple([evaluate(size, entry.exported.sizes_at(key)) for size in spec.shape]) for key in entry.keys}
 
 
 def _pair_text(pair: DonationNames) -> str:

@@ -24,7 +24,6 @@ from ..errors import ModelError
 from ..export.exported import Exported
 from ..export.higher_order.conditionals import bodies, is_conditional
 from ..model.flat_module import PREFIX, FlatModule
-from ..model.source import all_keys, sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +66,11 @@ def find_aliases(exported: Exported, outputs: Sequence[TensorSpec], state: Seque
     `state`: the buffers that the program writes to.  Raises outputs-shared if the sharing differs between sizes, or if two outputs
     overlap and neither contains the other.
     """
-    keys = all_keys(exported.sizes)
+    keys = exported.keys
     changed = frozenset(name.removeprefix(PREFIX) for name in state)
 
     def at(key: IntKey) -> dict[_AliasKey, View]:
-        tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
+        tensors = exported.inputs_at(key)
         shared_views = _observe(exported.flat, tensors, changed, [spec.name for spec in outputs])
         return _keep_on_all_branches(exported.programs.at(key), shared_views) if shared_views else shared_views
 

@@ -1,4 +1,4 @@
-"""The input of lowering: the transformed programs, the tensors that they write to, and the outputs that share memory."""
+"""An entry of the model as the stages behind the export see it: each stage adds its results."""
 
 from __future__ import annotations
 
@@ -7,35 +7,43 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch.export import ExportGraphSignature
+from torch.export import ExportedProgram, ExportGraphSignature
+from torch.fx import GraphModule, Node
 
-from cgbundle.format.schema import IntKey
+from cgbundle.format.schema import Dimension, Finding, IntKey
 
 from ..errors import ModelError
 from ..export.exported import Exported, Signature
 from ..export.functionalization import functional, state_buffers, written_inputs
 from ..export.programs import Programs
+from ..export.torch_program import copied_graph, with_graph
 from ..model.devices.index_guard import FAILURES, guarded_indices
+from ..model.devices.markers import marker
 from ..model.flat_module import PREFIX, ProgramModule, Reference, run_eager
-from ..model.source import CPU, ROWS, SELF_TEST_SEED, all_keys, sample
+from ..model.source import CPU, ROWS, SELF_TEST_SEED, Source
 from .eager_precision import eager_spread
-from .marker_removal import without_markers
 from .output_aliases import OutputAlias, find_aliases
 from .rng.rewrite import generator_buffer, with_generator
+
+Placements = Mapping[IntKey, Mapping[str, str]]
+"""By int_key, the nodes of its program that must run on the host in a bundle for a GPU, with the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Programs that are ready to be lowered.  Buffers have their names in the programs.
+    """An entry whose programs are ready to be lowered.  Buffers have their names in the programs.
 
     `written`: positions of the inputs that a program writes to.  `changes`: the buffers that this entry's programs write to.
     `state`: the buffers that any entry of the model writes to, and those that hold a number of rows.  `varying`: buffers of the
     state whose number of rows is chosen at load.  `weights`: the tensors of all entries.  `generator`: the buffer of the random
     number generator, or "".  `reference`: computes the expected results.  `self_test_calls`: how often the self-test calls each
-    int_key.  `spread`: by output, the largest result of `eager_spread` at the smallest and the largest int_key.  `on_gpu`: eager
-    PyTorch ran on a GPU.  `baked`: as in `Exported`.
+    int_key.  `spread`: by output, the largest result of `eager_spread` at the smallest and the largest int_key.
+
+    The check adds `findings` and `placements`: by int_key, the nodes of its program that must run on the host in a bundle for a
+    GPU, with the reasons.  The proof of padding adds `dimensions`.
     """
 
+    exported: Exported
     programs: Programs
     signature: Signature
     written: tuple[int, ...]
@@ -48,8 +56,32 @@ class Prepared:
     reference: Reference
     self_test_calls: int
     spread: tuple[float, ...]
-    on_gpu: bool
-    baked: Mapping[str, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    placements: Placements = field(default_factory=dict)
+    dimensions: tuple[Dimension, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.exported.source.entry
+
+    @property
+    def source(self) -> Source:
+        return self.exported.source
+
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, ...]]:
+        """The sizes of every declared dimension."""
+        return self.exported.sizes
+
+    @property
+    def keys(self) -> tuple[IntKey, ...]:
+        """The int_keys, in order."""
+        return self.exported.keys
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether eager PyTorch ran on a GPU."""
+        return self.source.device != CPU
 
 
 def prepare(
@@ -81,11 +113,10 @@ def prepare(
         text = f"{exported.source.entry}() returns a part of state {shared!r}, whose number of rows is chosen at load"
         raise ModelError("state-refused", f"{exported.source.label}: {text}", "clone the output in forward()")
     return Prepared(
-        programs=programs, signature=signature, written=written,
+        exported=exported, programs=programs, signature=signature, written=written,
         changes=state, state=state, varying=varying, weights=programs.weights(), generator=generator, aliases=aliases,
         reference=reference,
         self_test_calls=_self_test_calls(exported, reference, state), spread=_spread(exported, reference),
-        on_gpu=exported.source.device != CPU, baked=exported.baked,
     )  # fmt: skip
 
 
@@ -102,8 +133,8 @@ def together(entries: Sequence[Prepared]) -> tuple[Prepared, ...]:
             raise ModelError("state-refused", f"state: no call writes to {name.removeprefix(PREFIX)!r}", "leave it out of state()")
     plain = {name.removeprefix(PREFIX) for name in state}
     for entry in entries:
-        for name in sorted(entry.baked.keys() & plain):
-            text = f"{entry.baked[name]}: data-dependent-branch: Python reads the value of {name!r}, which calls change"
+        for name in sorted(entry.exported.baked.keys() & plain):
+            text = f"{entry.exported.baked[name]}: data-dependent-branch: Python reads the value of {name!r}, which calls change"
             raise ModelError("data-dependent-branch", text)
 
     def alias(row: OutputAlias) -> OutputAlias:
@@ -117,8 +148,8 @@ def _self_test_calls(exported: Exported, reference: Reference, state: Sequence[s
     state, or if eager PyTorch fails at the second call, for example because one call fills a cache."""
     if not state:
         return 1
-    for key in all_keys(exported.sizes):
-        tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
+    for key in exported.keys:
+        tensors = exported.inputs_at(key)
         try:
             # the second call may write beyond the end of a cache
             with guarded_indices(exported.source.device):
@@ -130,9 +161,36 @@ def _self_test_calls(exported: Exported, reference: Reference, state: Sequence[s
 
 def _spread(exported: Exported, reference: Reference) -> tuple[float, ...]:
     """Returns the spread of `Prepared`.  Uses inputs of the self-test, because the effect of rounding differs between inputs."""
-    keys = all_keys(exported.sizes)
-    draws = [
-        sample(exported.source, dict(zip(exported.sizes, key, strict=True)), SELF_TEST_SEED).tensors
-        for key in dict.fromkeys([keys[0], keys[-1]])
-    ]
+    draws = [exported.inputs_at(key, SELF_TEST_SEED) for key in dict.fromkeys([exported.keys[0], exported.keys[-1]])]
     return tuple(map(max, zip(*[eager_spread(reference, tensors) for tensors in draws], strict=True)))
+
+
+def without_markers(program: ExportedProgram) -> ExportedProgram:
+    """Returns `program` without the marker operators (model/devices/markers.py), which are identities, or `program` if it has
+    none.  All other nodes keep their names and metadata.  Weights are shared, not copied.  The result can be saved and loaded
+    without cgcompile."""
+    if not any(marker(node) for module in _graphs(program.graph_module) for node in module.graph.nodes):
+        return program
+    root = copied_graph(program)
+    renamed = _drop(root)
+    for module in _graphs(root):
+        if module is not root:
+            _drop(module)
+    return with_graph(program, root, renamed)
+
+
+def _graphs(module: GraphModule) -> list[GraphModule]:
+    return [submodule for submodule in module.modules() if isinstance(submodule, GraphModule)]
+
+
+def _drop(module: GraphModule) -> dict[str, str]:
+    """Removes the markers from `module`'s graph.  Returns marker name -> name of the node that replaces it."""
+    renamed: dict[str, str] = {}
+    for node in [node for node in module.graph.nodes if marker(node)]:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        renamed[node.name] = renamed.get(source.name, source.name)
+        node.replace_all_uses_with(source)
+        module.graph.erase_node(node)
+    module.recompile()
+    return renamed

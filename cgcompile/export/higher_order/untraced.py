@@ -1,10 +1,15 @@
-"""Exports models that torch.export alone cannot trace: derivatives by autograd, products under nested vmap, and module hashes.
+"""Exports models that torch.export alone cannot trace: derivatives by autograd, products under nested vmap, module hashes, and
+constant tensors in branches and loops.
 
 torch.export traces above autograd, so it does not trace the operators that torch.autograd.grad() runs.  It fails at their results
 (forces of an energy, residuals of an equation, densities).  An export below autograd traces each operator of the derivative.
 A product under two nested torch.vmap() leaves a value of the inner vmap in the program's constants.  Only operators without users
 read it.  While torch.export traces, each read of an attribute looks a module up by its hash.  A `__hash__` that reads attributes
 would recurse without end.
+
+torch.export lifts constant tensors (`torch.tensor(1.0)`) out of the top-level graph, but not out of bodies of `torch.cond` and
+`torch.while_loop`, where they stay attributes.  Then torch cannot make the program functional: "Attempting to use FunctionalTensor
+on its own" (2.11, 2.13).  Here they become operands of the branch or loop, and constants of the program.
 
 Private interfaces of torch: `torch.export._trace._export(pre_dispatch=False)` and `is_functorch_wrapped_tensor`.  Tested with torch
 2.13; the interfaces of 2.11 have the same parameters.
@@ -20,7 +25,13 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.export import ExportedProgram
 from torch.export._trace import _export
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map_only
+
+from ..torch_program import with_graph
+from .conditionals import bodies, is_conditional
+from .inline import add_attribute, fake_mode
 
 UNTRACED = "We found a fake tensor in the exported program constant's list"
 """torch.export's error (2.11, 2.13) for a value that it has not traced."""
@@ -33,7 +44,7 @@ def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: An
     """Exports `module`.  A model that computes derivatives by autograd is exported again, below autograd."""
     try:
         with _hashes_computed_before(module):
-            return _without_leaks(torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False))
+            return _lifted(_without_leaks(torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)))
     except RuntimeError as error:
         if UNTRACED not in str(error):
             raise
@@ -41,7 +52,7 @@ def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: An
     # outputs are detached because torch would also trace the derivative of outputs with a history
     fresh = tuple([tensor.detach() for tensor in tensors])
     with _outputs_without_history(module), _hashes_computed_before(module):
-        return _export(module, fresh, dynamic_shapes=dynamic, strict=False, pre_dispatch=False)
+        return _lifted(_export(module, fresh, dynamic_shapes=dynamic, strict=False, pre_dispatch=False))
 
 
 def _without_leaks(program: ExportedProgram) -> ExportedProgram:
@@ -60,7 +71,7 @@ def _without_leaks(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _readers(node: torch.fx.Node) -> frozenset[torch.fx.Node]:
+def _readers(node: Node) -> frozenset[Node]:
     """Returns every node that depends on `node`."""
     pending, readers = list(node.users), set(node.users)
     while pending:
@@ -101,3 +112,88 @@ def _hashes_computed_before(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for kind, method in before:
             kind.__hash__ = method
+
+
+# --- constant tensors in bodies ---------------------------------------------------------------------------------------
+
+
+def _lifted(program: ExportedProgram) -> ExportedProgram:
+    """Returns the program without tensors in bodies, or `program` itself if it has none.  Changes its graph in place."""
+    root = program.graph_module
+    if not _lift(root):
+        return program
+    signature, constants = program.graph_signature, dict(program.constants)
+    specs = list(signature.input_specs)
+    users = [spec for spec in specs if spec.kind is InputKind.USER_INPUT]
+    first_user = specs.index(users[0]) if users else len(specs)
+    inputs = [node for node in root.graph.nodes if node.op == "placeholder"]
+    before = inputs[first_user] if first_user < len(inputs) else next(node for node in root.graph.nodes if node not in inputs)
+    for node in _tensors(root):
+        name = str(node.target)
+        placeholder = _placeholder(root.graph, f"c_{name}", before, node)
+        constants[name] = getattr(root, name)
+        specs.insert(first_user, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name=placeholder.name), name))
+        first_user += 1
+        node.replace_all_uses_with(placeholder)
+        root.graph.erase_node(node)
+        delattr(root, name)
+    root.recompile()
+    return with_graph(program, root, {}, input_specs=specs, constants=constants)
+
+
+def _lift(module: GraphModule) -> bool:
+    """Moves the tensors of bodies in `module` to `module`, which passes them as operands.  Returns whether there were any."""
+    changed = False
+    for node in [node for node in module.graph.nodes if is_conditional(node)]:
+        for body in bodies(node, module):
+            _lift(body)
+            tensor_nodes = _tensors(body)
+            changed |= bool(tensor_nodes)
+            for inner in tensor_nodes:
+                _add_operand(module, node, body, inner)
+    if changed:
+        module.recompile()
+    return changed
+
+
+def _add_operand(module: GraphModule, node: Node, body: GraphModule, inner: Node) -> None:
+    """Turns an attribute tensor of `body`, which its node `inner` reads, into an operand of `node` and an input of its bodies."""
+    value = getattr(body, str(inner.target))
+    with module.graph.inserting_before(node):
+        outer = module.graph.get_attr(add_attribute(module, "body_constant", value))
+    outer.meta = dict(inner.meta)
+    mode = fake_mode(node)
+    if mode is not None:
+        outer.meta["val"] = mode.from_tensor(value, static_shapes=True)
+    operands: Any = node.args[-1]
+    node.args = (*node.args[:-1], (*operands, outer))
+    for other in bodies(node, module):
+        first = next(node for node in other.graph.nodes if node.op != "placeholder")
+        placeholder = _placeholder(other.graph, outer.name, first, outer)
+        if other is body:
+            inner.replace_all_uses_with(placeholder)
+            other.graph.erase_node(inner)
+            delattr(body, str(inner.target))
+        other.recompile()
+
+
+def _placeholder(graph: Graph, name: str, before: Node, like: Node) -> Node:
+    """Adds an input to a graph, in front of the node `before`, with the metadata of `like`."""
+    with graph.inserting_before(before):
+        placeholder = graph.placeholder(name)
+    placeholder.target = placeholder.name  # the generated code uses the target as argument name, which must be unique
+    placeholder.meta = dict(like.meta)
+    return placeholder
+
+
+def _tensors(module: GraphModule) -> list[Node]:
+    """Returns one node for each tensor attribute that the graph reads, and merges duplicate nodes."""
+    first: dict[str, Node] = {}
+    for node in list(module.graph.nodes):
+        name = str(node.target)
+        if node.op != "get_attr" or not isinstance(getattr(module, name, None), torch.Tensor):
+            continue
+        if first.setdefault(name, node) is not node:
+            node.replace_all_uses_with(first[name])
+            module.graph.erase_node(node)
+    return list(first.values())

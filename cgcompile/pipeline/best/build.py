@@ -52,7 +52,7 @@ Lowerings = Mapping[IntKey, tuple[Lowering, ...]]
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:
     """Writes tables, images, weights and the self-test of the fastest lowerings into `stage`.  If no lowering can be recorded or
     verified, raises the error of the first one."""
-    deadline = Deadline(spec.autotune_timeout)
+    deadline = Deadline(spec.options.autotune_timeout)
     cut = cut_stage(spec, processes.folder, stage, stages)
     with stages("prepare") as tell:
         cache_file = kept_path(spec)
@@ -97,15 +97,13 @@ def _cross_compile_inputs(
     """Returns the inputs of cross-compiling, or the error that prevents it, and eager PyTorch's results by entry.  Must run before
     `prepare_recording` frees the weights."""
     tell("the program in eager PyTorch, and on the CPU")
-    layout = lay_out(
-        shapes_of(spec.programs.weights()), spec.entries[0].prepared.state, cut.host_only, spec.entries[0].prepared.varying
-    )
+    layout = lay_out(shapes_of(spec.programs.weights()), spec.first.state, cut.host_only, spec.first.varying)
     rows = [replace(row, name=row.name.removeprefix(PREFIX)) for row in layout.rows]
     try:
         tracing = traceable(spec, cut)
     except CgbundleError as refusal:
         return refusal, {}
-    self_tests = {entry.name: eager_self_test(entry.source, entry.prepared, entry.sizes, rows) for entry in spec.entries}
+    self_tests = {entry.name: eager_self_test(entry, rows) for entry in spec.entries}
     return tracing, {name: [on_cpu(self_test) for self_test in entry_tests] for name, entry_tests in self_tests.items()}
 
 

@@ -59,7 +59,7 @@ def search(
         try:
             for name, following in zip_longest(on_gpu, on_gpu[1:]):
                 if following and not deadline.passed() and fitting(EARLY, recordable.need) == EARLY:
-                    start(running[following], len(recordable.request.keys), following, spec.specialize)
+                    start(running[following], len(recordable.request.keys), following, spec.options.specialize)
                 any_recorded = any(isinstance(outcome, Candidate) for outcome in outcomes.values())
                 limit = deadline if any_recorded else Deadline(None)
                 outcomes[name] = _recorded(name, recordable, running[name], limit, named(tell, name))

@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from cgbundle.format.schema import IntKey
-
-from ...capture.build import CutProgram, example_calls, graph_names
+from ...capture.build import CutProgram, graph_names
 from ...capture.recordable import Recordable
 from ...capture.recorder import Recorded
 from ...errors import DEFECT, BuildError
@@ -41,15 +39,12 @@ class Traceable:
 def traceable(spec: BuildSpec, cut: CutProgram) -> Traceable:
     """Copies the program to the CPU.  Raises target-unavailable for an unknown GPU architecture.  Raises inputs-unlike if the host
     regions would differ from those of the captured recordings."""
-    arch(spec.target)
+    arch(spec.chosen.target)
     programs = _on_cpu(spec.programs)
-    calls: dict[IntKey, tuple[torch.Tensor, ...]] = {
-        key: tuple([tensor.cpu() for tensor in args]) for key, (args, _) in example_calls(spec).items()
-    }
+    calls = {key: tuple([tensor.cpu() for tensor in tensors]) for key, tensors in spec.calls().items()}
     split = None
     if cut.split is not None:
-        placements = spec.by_key({entry.name: entry.placements for entry in spec.entries})
-        split = split_program(programs, placements, calls)
+        split = split_program(programs, spec.placements, calls)
         if (split.uploads, split.host_only) != (cut.split.uploads, cut.split.host_only):
             problem = "tensors copied between host and GPU have another layout when the CPU computes them"
             raise BuildError("inputs-unlike", problem, DEFECT)
@@ -62,8 +57,8 @@ def trace(
 ) -> Candidate:
     """Lowers and compiles the program, and plans its memory.  Raises the errors of these steps, and TimeoutError if lowering takes
     more than `seconds`."""
-    target = arch(spec.target)
-    code = code_of(spec.entries[0].source, spec.programs)
+    target = arch(spec.chosen.target)
+    code = code_of(spec.first.source, spec.programs)
     lowered = lower_programs(inputs.jobs, inputs.split, target, scratch, tell, code=code, seconds=seconds)
     compiled = compile_programs(lowered, target, tell)
     placed = place_programs(spec, lowered, compiled, recordable.layout, inputs.calls, inputs.split)

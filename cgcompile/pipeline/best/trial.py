@@ -16,9 +16,8 @@ from ...bundle.proof import replay
 from ...bundle.provenance import provenance
 from ...bundle.self_test import KeySelfTest
 from ...capture.build import CutProgram, emit
-from ...targets.build_spec import BuildSpec
+from ...targets.build_spec import BuildSpec, manifest_of
 from ...transforms.error_bounds import error_bounds
-from ..manifest import manifest_of
 from .candidates import Candidate
 
 
@@ -44,9 +43,9 @@ def prove(
             shutil.copyfile(file, trial / file_names.HOST / file.name)  # each bundle appends its own rows
     parts = emit(spec, trial, candidate.recorded, cut, folded=candidate.folded, expected=expected)
     for entry in spec.entries:
-        write_programs(trial, entry.prepared.programs, entry.name)
-    manifest = manifest_of(spec, parts, [()] * len(spec.entries), provenance(spec.entries[0].source.label, {}))
+        write_programs(trial, entry.programs, entry.name)
+    manifest = manifest_of(spec, parts, provenance(spec.first.source.label, {}))
     host_code.attach(trial, manifest)
     sealed = seal(trial, manifest)
-    replay(trial, sealed, [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries], spec.allow)
+    replay(trial, sealed, [error_bounds(entry, sealed.weights) for entry in spec.entries], spec.options.allow)
     return sealed

@@ -10,7 +10,6 @@ import torch
 
 from cgbundle.format.schema import IntKey, Lowering
 
-from ...capture.build import example_calls
 from ...targets.build_spec import BuildSpec
 from ...targets.cuda.tensors import settings
 from ...targets.program_contents import program_contents, tensor_layout
@@ -31,14 +30,14 @@ def kept_path(spec: BuildSpec) -> Path | None:
     """Returns the cache file for these programs, sizes and kind of GPU, or None if there is no cache."""
     with cache_optional():
         folder = cache_folder()
-        by_key, calls = spec.programs.by_key, example_calls(spec)
+        by_key, calls = spec.programs.by_key, spec.calls()
         digests = program_contents(by_key.values())
-        keys = [(str(key), digests[id(by_key[key])], [tensor_layout(tensor) for tensor in calls[key][0]]) for key in by_key]
+        keys = [(str(key), digests[id(by_key[key])], [tensor_layout(tensor) for tensor in calls[key]]) for key in by_key]
         gpu = torch.cuda.get_device_properties(0)
-        machine = spec.target, gpu.name, gpu.multi_processor_count, gpu.total_memory, torch.version.cuda
+        machine = spec.chosen.target, gpu.name, gpu.multi_processor_count, gpu.total_memory, torch.version.cuda
         placements = [sorted(node_names) for entry in spec.entries for node_names in entry.placements.values()]
-        self_test_calls = [entry.prepared.self_test_calls for entry in spec.entries]
-        return cache_path(folder, STAGE, keys, machine, placements, self_test_calls, spec.donations, spec.allow, settings())
+        self_test_calls = [entry.self_test_calls for entry in spec.entries]
+        return cache_path(folder, STAGE, keys, machine, placements, self_test_calls, spec.donations, spec.options.allow, settings())
     return None
 
 

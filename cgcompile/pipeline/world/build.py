@@ -24,13 +24,13 @@ from cgbundle.validate import bundle as verify
 
 from ...bundle.emit import describe_size, seal
 from ...errors import BuildError
-from ...targets.choice import choose
+from ...targets.choice import Options, choose
 from ...util.model_file import name_of
-from ...util.progress import Stages, Tell
+from ...util.progress import Stages, Tell, silent
 from ...util.scratch import scratch_folder
 from ...util.workers import Kind, Request, ask, processors
 from ..destination import destination_path, staged_bundle
-from ..records import Built, Options
+from ..records import Built
 from .worker import RankJob
 
 
@@ -39,18 +39,12 @@ def build_world(model: Any, options: Options) -> Built:
     assert options.world is not None
     size, stages = options.world, Stages(options.progress)
     label = os.fspath(model)
-    choice_options = (options.target, options.lower, options.specialize, "cross-compile", options.prove)
-    chosen = choose(*choice_options, autotune=options.autotune)
+    chosen = choose(replace(options, record="cross-compile", standalone=None))
     with ExitStack() as stack:
         destination = destination_path(options.out, name_of(label))
         folder = stack.enter_context(staged_bundle(destination, options.force))
         scratch = stack.enter_context(scratch_folder())
-        rank_options = replace(
-            options,
-            target=chosen.target,
-            record="cross-compile",
-            progress=None,  # type: ignore[arg-type]  # it cannot be pickled
-        )
+        rank_options = replace(options, target=chosen.target, record="cross-compile", progress=silent)  # a watcher is not pickled
         with stages("ranks") as tell:
             jobs = {
                 rank: Request(

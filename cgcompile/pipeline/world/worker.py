@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from ...targets.choice import Options
 from ...util.progress import Event, Watcher, silent
 from ...util.workers import serve
-from ..records import Options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +32,12 @@ def work(job: RankJob) -> tuple[tuple[str, float], ...]:
     """Builds the rank at the same time as the other ranks."""
     warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
     from ...bundle.ranks import joined  # late: they import torch
-    from ..build import build_rank
+    from ..build import build
 
     job.folder.mkdir(parents=True)
     with joined(job.rank, job.size, job.meeting) as ranks, ExitStack() as stack:
         watcher = silent if job.rank else _teller(stack.enter_context(open(job.progress_file, "w")))
-        return build_rank(job.model, replace(job.options, progress=watcher), ranks, job.folder).seconds
+        return build(job.model, None, replace(job.options, progress=watcher), ranks=ranks, out_path=job.folder).seconds
 
 
 def _teller(pipe: TextIO) -> Watcher:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.export import ExportedProgram
 
 from cgbundle.errors import CallError, CgbundleError
 from cgbundle.format import file_names
@@ -26,14 +27,16 @@ from ...export.programs import Programs
 from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
 from ...transforms.error_bounds import error_bounds
+from ...transforms.inlining import custom_operators, inlined
 from ...transforms.output_aliases import with_aliases
+from ...transforms.prepared import Prepared
 from ...util.disk_space import size
 from ...util.progress import Stages, Tell, named_tells
 from ...util.scratch import scratch_folder
 from ...util.workers import processors, run_forked
-from ..build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
+from ..build_spec import BuildSpec, EntryParts, ManifestParts
 from ..instruction_sets import Level, level_of
-from ..kernels.operator_calls import without_python
+from ..kernels.operator_calls import own_operators
 from ..memory_layout import lay_out, tensor_bytes
 from ..program_contents import program_contents
 from ..weights import frozen_weights, shapes_of, write_weights
@@ -49,7 +52,7 @@ REASON = "the whole model, compiled for the processor"
 class _CompiledEntry:
     """An entry and its compiled programs: a shared object for each distinct program, by its first int_key."""
 
-    entry: EntryBuild
+    entry: Prepared
     programs: Programs
     compiled: dict[IntKey, Compiled]
 
@@ -66,16 +69,15 @@ class _CompiledEntry:
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | None = None) -> ManifestParts:
     """Compiles every program, and writes the shared objects, the weights and the self-test into `stage`.  `begun`: compilations
     that started before the export."""
-    level = level_of(spec.target)
+    level = level_of(spec.chosen.target)
     with scratch_folder() as scratch:
         with stages("lower") as tell:
-            changing = any(entry.prepared.state or any(alias.name for alias in entry.prepared.aliases) for entry in spec.entries)
+            changing = any(entry.state or any(alias.name for alias in entry.aliases) for entry in spec.entries)
             tells = named_tells(tell, [entry.name for entry in spec.entries])
             entries = [
-                _CompiledEntry(entry=entry, programs=entry.prepared.programs.changed(without_python), compiled={})
-                for entry in spec.entries
+                _CompiledEntry(entry=entry, programs=entry.programs.changed(_without_python), compiled={}) for entry in spec.entries
             ]
-            standalone = spec.standalone
+            standalone = spec.options.standalone
             compile_all = partial(_compile_all, entries, tells=tells, changing=changing, level=level, begun=begun)
             compile_all(scratch, standalone=standalone)
             if standalone is None and not all(code.standalone for entry in entries for code in entry.compiled.values()):
@@ -84,14 +86,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
                 compile_all(scratch / "again", standalone=standalone)
             tell.result(_summary([(entry.file(key), compiled) for entry in entries for key, compiled in entry.compiled.items()]))
         with stages("emit") as tell:
-            tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
-            state, varying = spec.entries[0].prepared.state, spec.entries[0].prepared.varying
-            weights = write_weights(stage / file_names.WEIGHTS, tensors, weight_rows(tensors, state, varying))
+            tensors = dict(sorted(spec.first.weights.items()))
+            rows = weight_rows(tensors, spec.first.state, spec.first.varying)
+            weights = write_weights(stage / file_names.WEIGHTS, tensors, rows)
             (stage / file_names.HOST).mkdir()
-            self_tests = {
-                unit.entry.name: eager_self_test(unit.entry.source, unit.entry.prepared, unit.entry.sizes, weights)
-                for unit in entries
-            }
+            self_tests = {entry.name: eager_self_test(entry, weights) for entry in spec.entries}
             try:
                 parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
             except CgbundleError as error:
@@ -133,7 +132,7 @@ def _compile_all(
     works: dict[tuple[int, IntKey], Callable[[Tell], Compiled]] = {}
     for number, unit in enumerate(entries):
         contents = program_contents([program for _, program in unit.programs.distinct])
-        shared = [alias.output for alias in unit.entry.prepared.aliases]
+        shared = [alias.output for alias in unit.entry.aliases]
         for key, program in unit.programs.distinct:
             previous = unit.compiled.get(key)
             if previous is not None and previous.standalone == standalone:
@@ -159,6 +158,12 @@ def _compile_all(
         entries[number].compiled[key] = compiled
 
 
+def _without_python(program: ExportedProgram) -> ExportedProgram:
+    """Returns the program without operators that need Python at run time.  Raises the errors of `inlined`."""
+    known_operators = own_operators(program)
+    return inlined(program, custom_operators(program) - known_operators if known_operators else None)
+
+
 def _parts_of_all(
     entries: Sequence[_CompiledEntry], self_tests: Mapping[str, Sequence[KeySelfTest]], weights: tuple[Weight, ...], stage: Path
 ) -> tuple[list[EntryParts], list[Region], set[str]]:
@@ -180,7 +185,7 @@ def _entry_parts(
 ) -> EntryParts:
     """Returns the parts of an entry.  Adds its regions to `regions`, its shared objects to `stage`, and to `folded` the weights
     whose values the code holds."""
-    prepared = unit.entry.prepared
+    prepared = unit.entry
     numbers: dict[IntKey, int] = {}
     strides: dict[IntKey, list[tuple[int, ...]]] = {}
     for key, program in unit.programs.distinct:

@@ -22,8 +22,9 @@ from ...model.user_code import first_line
 from ...partition.isolated import RegionModule, eager_values, isolated_regions, uploaded_values
 from ...partition.split import Partition, partition
 from ...transforms.inlining import inlined
+from ...transforms.prepared import Placements
 from ...util.progress import Stages, Tell
-from ..build_spec import Placements, entry_of, key_label, own_key
+from ..build_spec import entry_of, key_label, own_key
 from ..cpu import layouts
 from ..cpu.object_cache import compiled_and_kept, kept_at, recalled
 from ..instruction_sets import Level

@@ -12,7 +12,7 @@ from typing import Any
 import torch._inductor.config
 from torch.export import ExportedProgram
 
-from ...transforms.inlining import custom_operators, inlined
+from ...transforms.inlining import custom_operators
 from . import operators
 
 OPTION = "aot_inductor.custom_ops_to_c_shims"
@@ -22,12 +22,6 @@ def own_operators(program: ExportedProgram) -> set[Any]:
     """Returns the operators of `operators.DECLARED` that a program calls."""
     declared = operators.DECLARED if OPTION in torch._inductor.config.get_config_copy() else {}
     return {operator for operator in custom_operators(program) if operator._schema.name in declared}
-
-
-def without_python(program: ExportedProgram) -> ExportedProgram:
-    """Returns the program without operators that need Python at run time.  Raises the errors of `inlined`."""
-    known_operators = own_operators(program)
-    return inlined(program, custom_operators(program) - known_operators if known_operators else None)
 
 
 def options(called: Collection[Any]) -> Mapping[str, Any]:

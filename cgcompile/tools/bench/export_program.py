@@ -32,7 +32,7 @@ from cgbundle.format.spans import memory_order
 from ...errors import BuildError
 from ...model.flat_module import PREFIX
 from ...targets.cuda.lowering import repair
-from ...transforms.marker_removal import without_markers
+from ...transforms.prepared import without_markers
 from .protocol import fail, say
 
 FORWARD = "def forward(self"

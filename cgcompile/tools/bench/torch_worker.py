@@ -215,9 +215,8 @@ class UserModule:
     """The user's module with its own weights."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        from ...model.load import load_source
+        from ...model.load import load_source, put_into_eval
         from ...model.source import entry_method, written_method
-        from ...pipeline.training_mode import put_into_eval
 
         source = load_source(job["model"])
         if not job["train"]:

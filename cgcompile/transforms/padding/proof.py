@@ -23,7 +23,7 @@ from cgbundle.format.size_expressions import evaluate, linear, names
 
 from ...model.devices.index_guard import FAILURES, guarded_indices
 from ...model.flat_module import PREFIX, padded_calls, run_eager
-from ...model.source import Source, sample
+from ...model.source import sample
 from ...util.tolerance import compare
 from ..error_bounds import ErrorBound, error_bounds
 from ..prepared import Prepared
@@ -55,22 +55,18 @@ class _Padding(NamedTuple):
     compared: Sequence[TwoSizes] = ()
 
 
-def prove_padding(
-    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
-) -> tuple[Dimension, ...]:
+def prove_padding(prepared: Prepared, tell: Callable[[str], None]) -> tuple[Dimension, ...]:
     """Returns the declared dimensions, each with the result of its proof."""
-    with guarded_indices(source.device):
-        return _proved(source, prepared, sizes, tell)
+    with guarded_indices(prepared.source.device):
+        return _proved(prepared, tell)
 
 
-def _proved(
-    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
-) -> tuple[Dimension, ...]:
+def _proved(prepared: Prepared, tell: Callable[[str], None]) -> tuple[Dimension, ...]:
     proved, lookup = [], cache(functional)
-    for name, values in sizes.items():
+    for name, values in prepared.sizes.items():
         tell(name)
-        pad, reason, not_chunked, compared = _prove_pad(source, prepared, sizes, name, lookup)
-        chunk, chunk_reason = (False, reason) if pad != "rows" else _prove_chunk(source, prepared, sizes, name, compared)
+        pad, reason, not_chunked, compared = _prove_pad(prepared, name, lookup)
+        chunk, chunk_reason = (False, reason) if pad != "rows" else _prove_chunk(prepared, name, compared)
         if shared := _partial(prepared, "outputs"):
             chunk, chunk_reason = (
                 False,
@@ -85,14 +81,14 @@ def _proved(
     return tuple(proved)
 
 
-def unpadded(source: Source, prepared: Prepared) -> str:
+def unpadded(prepared: Prepared) -> str:
     """Returns the reason why no call of the entry may be padded, if it is known without a trial, else ""."""
     if prepared.written:
-        return f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
+        return f"{prepared.name}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
     if prepared.generator:
-        return f"{source.entry}() draws random numbers, and other numbers for other sizes"
+        return f"{prepared.name}() draws random numbers, and other numbers for other sizes"
     if prepared.changes:
-        return f"{source.entry}() writes to its buffer {prepared.changes[0].removeprefix(PREFIX)!r}"
+        return f"{prepared.name}() writes to its buffer {prepared.changes[0].removeprefix(PREFIX)!r}"
     if rows := prepared.signature.data_sizes:
         return f"the size of output {prepared.signature.outputs[rows[0].output].name!r} depends on data"
     if shared := _partial(prepared, "inputs"):
@@ -100,9 +96,10 @@ def unpadded(source: Source, prepared: Prepared) -> str:
     return ""
 
 
-def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, lookup: Functional) -> _Padding:
-    if why := unpadded(source, prepared):
+def _prove_pad(prepared: Prepared, name: str, lookup: Functional) -> _Padding:
+    if why := unpadded(prepared):
         return _Padding("no", why)
+    source, sizes = prepared.source, prepared.sizes
     pad: Literal["rows", "zeros"] = "rows"
     reason = f"rows along {name} do not depend on each other"
     trials = _trials(sizes, name) if prepared.programs.dynamic else _every_trial(sizes, name)
@@ -122,9 +119,9 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
             pad = "zeros"
         if problem:
             sentence = f"{problem} where a trial with {name}={trial.short} was padded with zeros to {trial.long}"
-            why = _first(two_sizes(source, prepared, sizes, name, lookup), fixed=True)  # a trial shows no operator
+            why = _first(two_sizes(prepared, name, lookup), fixed=True)  # a trial shows no operator
             return _Padding("no", f"{why}; {sentence}" if why else sentence, why)
-    compared = two_sizes(source, prepared, sizes, name, lookup)
+    compared = two_sizes(prepared, name, lookup)
     if not compared:
         return _Padding("no", f"the model was exported per size, and its operators cannot be compared between sizes of {name}")
     mixing = _first(compared, fixed=False)
@@ -212,10 +209,8 @@ def _changed(expected: torch.Tensor, got: torch.Tensor, bound: ErrorBound) -> st
     return f"changes: {difference.text}," if bound.exact else f"changes by {difference.error:.1e}"
 
 
-def _prove_chunk(
-    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, compared: Sequence[TwoSizes]
-) -> tuple[bool, str]:
-    inputs, outputs = prepared.signature.inputs, prepared.signature.outputs
+def _prove_chunk(prepared: Prepared, name: str, compared: Sequence[TwoSizes]) -> tuple[bool, str]:
+    inputs, outputs, sizes = prepared.signature.inputs, prepared.signature.outputs, prepared.sizes
     for spec in outputs:
         rules = [linear(size) for size in spec.shape if name in names(size)]
         if len(rules) != 1 or rules[0] is None or rules[0][2] != 0:
@@ -225,7 +220,7 @@ def _prove_chunk(
             return False, f"input {spec.name!r} has an axis that is not a multiple of {name}, so that a call cannot be chunked"
     others = {other: values[0] for other, values in sizes.items()}
     for long, at in _chunk_points(sizes[name], prepared.programs.dynamic):
-        full = sample(source, {**others, name: long}).tensors
+        full = sample(prepared.source, {**others, name: long}).tensors
         try:
             expected = run_eager(prepared.reference, full).outputs
             for start, stop in ((0, at), (at, long)):

@@ -53,21 +53,19 @@ Functional = Callable[[ExportedProgram], GraphModule]
 """`functional`, or a function that caches its modules."""
 
 
-def two_sizes(
-    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, lookup: Functional
-) -> tuple[TwoSizes, ...]:
+def two_sizes(prepared: Prepared, name: str, lookup: Functional) -> tuple[TwoSizes, ...]:
     """Returns comparisons for the dimension `name`, with other dimensions at their smallest sizes.  `lookup`: `functional`, cached.
 
     If each int_key has its own program, the program of each size is compared with that of the next size.  If there is only one
     size, the model is exported at another size too.  Returns () if the operators differ.
     """
-    values = sizes[name]
-    others = {other: other_sizes[0] for other, other_sizes in sizes.items()}
+    source, values = prepared.source, prepared.sizes[name]
+    others = {other: other_sizes[0] for other, other_sizes in prepared.sizes.items()}
     if prepared.programs.dynamic:
         module = lookup(prepared.programs.first)
         declared = next((size for size in values if size > 1), 2)
         return (_small(source, module, others, name, declared) or _at(source, module, others, name, declared),)
-    by_size = _by_size(source, prepared, sizes, name)
+    by_size = _by_size(prepared, name)
     values, programs = tuple(by_size), list(by_size.values())
     modules = [lookup(program) for program in programs]
     if any(operators(module) != operators(modules[0]) for module in modules):
@@ -81,15 +79,15 @@ def two_sizes(
     )
 
 
-def _by_size(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> dict[int, ExportedProgram]:
+def _by_size(prepared: Prepared, name: str) -> dict[int, ExportedProgram]:
     """Returns size -> program.  If there is only one size, exports the model at this size and a neighbouring one."""
-    others = {other: values[:1] for other, values in sizes.items()}
-    programs, values = prepared.programs, sizes[name]
+    programs, sizes = prepared.programs, prepared.sizes
+    others, values = {other: values[:1] for other, values in sizes.items()}, sizes[name]
     if len(values) == 1:
         values = (values[0] - 1, values[0]) if values[0] > 1 else (1, 2)
         try:
             elsewhere = {buffer.removeprefix(PREFIX) for buffer in prepared.state}
-            programs = export(source, {**others, name: values}, elsewhere=elsewhere).programs
+            programs = export(prepared.source, {**others, name: values}, elsewhere=elsewhere).programs
         except ModelError:
             return {}
     keys = [tuple([size if dimension == name else others[dimension][0] for dimension in sizes]) for size in values]

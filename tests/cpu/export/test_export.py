@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.declared_sizes import assumed_sizes, declared_sizes
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source, sample
-from cgcompile.targets.choice import choose
+from cgcompile.targets.choice import Options, choose
 from tests.cpu.models import Batched, rows
 from tests.helpers.raising import raises
 
@@ -271,18 +272,18 @@ def test_dropout_outside_training_draws_nothing(model: nn.Module) -> None:
 @pytest.mark.parametrize("lower", ["eager", "max-autotune"])
 def test_the_cpu_target_does_not_ignore_a_lowering_it_lacks(target: str, lower: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose(target, "inductor").target == "cpu"
+    assert choose(Options(target=target)).target == "cpu"
     with raises("target-unavailable", match="the cpu target has one lowering"):
-        choose(target, lower)
+        choose(Options(target=target, lower=lower))
 
 
 def test_what_autotune_cannot_be_combined_with(gpu: Callable[[str], None]) -> None:
     gpu("sm_90")
-    assert choose("cuda", "inductor", autotune=True).recorder == "capture"
+    assert choose(Options(target="cuda", autotune=True)).recorder == "capture"
     with raises("option-invalid", match="--autotune tries every lowering, and --lower is eager"):
-        choose("cuda", "eager", autotune=True)
+        choose(Options(target="cuda", lower="eager", autotune=True))
     with raises("target-unavailable", match="specialize 'shared': --autotune lowers every size for itself"):
-        choose("cuda", "inductor", "shared", autotune=True)
+        choose(Options(target="cuda", specialize="shared", autotune=True))
 
 
 # --- targets ------------------------------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ def test_a_gpu_that_is_here_is_captured_and_every_other_is_cross_compiled(
     here: str, target: str, recorder: str, expected: tuple[str, str, bool], gpu: Callable[[str], None]
 ) -> None:
     gpu(here)
-    chosen = choose(target, "inductor", record=recorder)
+    chosen = choose(Options(target=target, record=recorder))
     assert (chosen.target, chosen.recorder, chosen.runs_here) == expected
 
 
@@ -349,7 +350,7 @@ def test_a_gpu_that_is_here_is_captured_and_every_other_is_cross_compiled(
 def test_what_this_machine_cannot_build(here: str, target: str, recorder: str, said: str, gpu: Callable[[str], None]) -> None:
     gpu(here)
     with raises("target-unavailable") as caught:
-        choose(target, "inductor", record=recorder)
+        choose(Options(target=target, record=recorder))
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value) and caught.value.exit_code == 2
     assert caught.value.hint
 
@@ -358,21 +359,21 @@ def test_what_this_machine_cannot_build(here: str, target: str, recorder: str, s
 @pytest.mark.parametrize("specialize", ["size", "shared"])
 def test_only_a_captured_gpu_has_every_lowering(lower: str, specialize: str, gpu: Callable[[str], None]) -> None:
     gpu("sm_90")
-    assert choose("sm_90", lower, specialize).recorder == "capture"
+    assert choose(Options(target="sm_90", lower=lower, specialize=specialize)).recorder == "capture"
     for target, recorder in (("sm_80", "auto"), ("sm_90", "cross-compile")):
         if (lower, specialize) == ("inductor", "size"):
-            assert choose(target, lower, specialize, recorder).recorder == "cross-compile"
+            assert choose(Options(target=target, lower=lower, specialize=specialize, record=recorder)).recorder == "cross-compile"
             continue
         named = f"lower '{lower}'" if lower != "inductor" else f"specialize '{specialize}'"
         with raises("target-unavailable", match=f"^{named}: cross-compiling for {target}"):
-            choose(target, lower, specialize, recorder)
+            choose(Options(target=target, lower=lower, specialize=specialize, record=recorder))
 
 
 @pytest.mark.parametrize("option", ["lower", "specialize", "record", "prove"])
 def test_a_word_that_is_no_choice(option: str, gpu: Callable[[str], None]) -> None:
     gpu("sm_90")
     with raises("option-invalid", match=f"^{option} 'perhaps': expected one of ") as caught:
-        choose(**{"target": "sm_90", "lower": "inductor", option: "perhaps"})
+        choose(replace(Options(target="sm_90"), **{option: "perhaps"}))
     assert "one of the values in the message" in caught.value.hint and caught.value.exit_code == 2
 
 

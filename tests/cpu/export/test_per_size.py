@@ -170,7 +170,7 @@ def test_two_dimensions_and_their_product() -> None:
 
 def proved(function: Callable[..., Any], **sizes: tuple[int, ...]) -> tuple[str, bool, str]:
     exported_model = exported(function, **sizes)
-    (dimension,) = prove_padding(exported_model.source, prepared(exported_model), exported_model.sizes, lambda text: None)
+    (dimension,) = prove_padding(prepared(exported_model), lambda text: None)
     return dimension.pad, dimension.chunk, dimension.reason
 
 

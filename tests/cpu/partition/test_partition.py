@@ -24,7 +24,7 @@ from cgcompile.partition.crossing import crossings, effect_of
 from cgcompile.partition.node_kinds import writes_to
 from cgcompile.partition.region_modules import region_modules
 from cgcompile.partition.split import Partition, partition
-from cgcompile.transforms.marker_removal import without_markers
+from cgcompile.transforms.prepared import without_markers
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
 

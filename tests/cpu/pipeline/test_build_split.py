@@ -13,8 +13,8 @@ from cgbundle.tables.collectives import exchanges
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgcompile.bundle.ranks import Ranks, Value
-from cgcompile.pipeline.build import build_rank
-from cgcompile.pipeline.records import Options
+from cgcompile.pipeline.build import build
+from cgcompile.targets.choice import Options
 from tests.helpers.raising import raises
 
 MODEL = str(Path(__file__).parent / "layers_model.py")
@@ -87,10 +87,6 @@ def test_models_that_cannot_be_split(tmp_path: Path, body: str, reason: str) -> 
         f"    def forward(self, x):\n        {body}\n\n\ndef model():\n    return Model().eval()\n\n\n"
         "def inputs():\n    return (torch.ones(4, 4),)\n"
     )
-    options = Options(
-        sizes=(), out=None, target="sm_90", strict=False, allow=(), lower="inductor", specialize="size", record="cross-compile",
-        prove="none", prove_budget=1.0, autotune=False, autotune_timeout=None, train=False, fallback_ops=(), standalone=False,
-        force=False, max_keys=16, max_paths=64, donations=(), world=2, split="layers", progress=lambda event: None,
-    )  # fmt: skip
+    options = Options(target="sm_90", record="cross-compile", prove="none", world=2, split="layers")
     with raises("split-refused", match=reason):
-        build_rank(str(path), options, Alone(rank=0, size=2), tmp_path / "rank")
+        build(str(path), None, options, ranks=Alone(rank=0, size=2), out_path=tmp_path / "rank")

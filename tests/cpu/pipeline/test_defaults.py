@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import cgbundle
 import cgcompile
-from cgcompile.model.load import load_source
+from cgcompile.model.load import evaluated, load_source
 from cgcompile.model.source import sample
-from cgcompile.pipeline.training_mode import evaluated
 from tests.helpers.raising import raises
 
 

@@ -101,7 +101,7 @@ def test_code_that_selects_another_word_is_refused(built: cgcompile.Built, tmp_p
     functionalized = {key: functional(program) for key, program in exported.programs.distinct}
     prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
     folder = shutil.copytree(built.path, tmp_path / "other.cgb")
-    self_tests = eager_self_test(source, prepared, {"batch": (ROWS,)}, built.manifest.weights)
+    self_tests = eager_self_test(prepared, built.manifest.weights)
     replace_self_tests(folder / SELF_TEST, {built.manifest.entries[0].name: self_tests})
     with raises("proof-failed", match=f"output token .int64.: . of {ROWS} values differ"):
         replay(folder, seal(folder, built.manifest), [error_bounds(prepared, built.manifest.weights)], (), [prepared])

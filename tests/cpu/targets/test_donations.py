@@ -28,8 +28,10 @@ def described(
     data_sizes: tuple[DataSize, ...] = (),
 ) -> Any:
     signature = SimpleNamespace(inputs=tuple(inputs), outputs=tuple(outputs), data_sizes=data_sizes)
-    prepared = SimpleNamespace(signature=signature, aliases=aliases, written=written)
-    return SimpleNamespace(name=name, prepared=prepared, sizes={"batch": (1, 8)}, keys=((1,), (8,)))
+    exported = SimpleNamespace(sizes_at=lambda key: {"batch": key[0]})
+    return SimpleNamespace(
+        name=name, signature=signature, aliases=aliases, written=written, exported=exported, keys=((1,), (8,))
+    )  # fmt: skip
 
 
 ENTRIES = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from cgcompile.export.export import export
 from cgcompile.export.functionalization import functional
 from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.load import load_source
-from cgcompile.model.source import Source
 from cgcompile.pipeline.build import _padded
 from cgcompile.transforms.padding import proof
 from cgcompile.transforms.padding.proof import prove_padding
@@ -23,16 +23,16 @@ from tests.cpu.models import Batched, rows
 Sizes = dict[str, tuple[int, ...]]
 
 
-def proved(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) -> tuple[Source, Prepared, tuple[Dimension, ...]]:
+def proved(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) -> tuple[Prepared, tuple[Dimension, ...]]:
     source = load_source(model, inputs)
     exported = export(source, sizes)
     functionalized = {key: functional(program) for key, program in exported.programs.distinct}
     prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
-    return source, prepared, prove_padding(source, prepared, sizes, lambda text: None)
+    return prepared, prove_padding(prepared, lambda text: None)
 
 
 def decide(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) -> dict[str, tuple[str, bool, str]]:
-    _, _, dimensions = proved(model, inputs, sizes)
+    _, dimensions = proved(model, inputs, sizes)
     return {dimension.name: (dimension.pad, dimension.chunk, dimension.reason) for dimension in dimensions}
 
 
@@ -46,8 +46,8 @@ def decide(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) 
     ids=["random", "tried", "rows"],
 )
 def test_a_build_says_why_nothing_was_tried(function: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
-    source, prepared, dimensions = proved(Batched(function), rows, {"batch": (2, 5)})
-    assert _padded([source], [prepared], [dimensions]) == message
+    prepared, dimensions = proved(Batched(function), rows, {"batch": (2, 5)})
+    assert _padded([replace(prepared, dimensions=dimensions)]) == message
 
 
 @pytest.mark.parametrize(

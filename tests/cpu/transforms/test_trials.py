@@ -142,7 +142,7 @@ def test_an_index_of_a_trial_ends_no_build(
     exported = export(source, sizes)
     functionalized = {key: functional(program) for key, program in exported.programs.distinct}
     prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
-    proved_dimensions = proof.prove_padding(source, prepared, sizes, lambda text: None)
+    proved_dimensions = proof.prove_padding(prepared, lambda text: None)
     assert [dimension.name for dimension in proved_dimensions] == list(sizes)
     assert len(refused) <= most
     assert [dimension.chunk for dimension in proved_dimensions] == [not most] * len(proved_dimensions), proved_dimensions

@@ -7,6 +7,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cgcompile.errors import BuildError, ModelError
 from cgcompile.language_models import settings
 from cgcompile.language_models.folder import ModelFolder, read_folder
 from cgcompile.language_models.settings import check_settings, settings_for
+from cgcompile.targets.choice import Options
 from cgcompile.targets.memory_layout import RECORDED_STATES
 from tests.helpers.places import ROOT
 
@@ -23,6 +25,8 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
     "max_position_embeddings": 131072, "dtype": "bfloat16",
 }  # fmt: skip
+
+CROSS = Options(record="cross-compile")
 
 
 def safetensors(path: Path, dtype: str = "BF16", missing: int = 0) -> None:
@@ -90,7 +94,7 @@ def read(**changes: Any) -> ModelFolder:
 
 
 def test_defaults_of_a_gpu() -> None:
-    setup = settings_for(read(), None, (), None, 80 << 30)
+    setup = settings_for(read(), CROSS, 80 << 30)
     assert (setup.context, setup.lanes, setup.dtype, setup.turns, setup.pages) == (8192, (1, 8, 32), "bfloat16", 32, 512 + 1)
     slots = {name: ("slots", 33) for name in ("seen", "deferred", "biases")}
     assert setup.state == {name: ("pages", 32 * 512 + 1) for name in ("keys_*", "values_*")} | slots
@@ -98,46 +102,46 @@ def test_defaults_of_a_gpu() -> None:
         "prefill": {"batch": [1], "seq": [128, 512], "blocks": [512]}, "decode": {"batch": [1, 8, 32], "blocks": [512]},
         "choose": {"batch": [1, 8, 32]}, "generate": {"batch": [1, 8, 32], "blocks": [512]},
     }  # fmt: skip
-    assert settings_for(read(), None, (), None, 8 << 30) == setup, "memory decides when a bundle is loaded"
-    recorded = settings_for(read(), None, (), None, 24 << 30, recorded=True)
+    assert settings_for(read(), CROSS, 8 << 30) == setup, "memory decides when a bundle is loaded"
+    recorded = settings_for(read(), Options(), 24 << 30)
     assert RECORDED_STATES * recorded.pages * recorded.page_bytes < 22 << 30, "a process that records holds a cache several times"
 
 
 def test_defaults_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "cache_room", lambda gpu, weights, recorded: 64 << 30)
-    setup = settings_for(read(max_position_embeddings=1024), None, (), None, None)
+    setup = settings_for(read(max_position_embeddings=1024), CROSS, None)
     assert (setup.context, setup.lanes, setup.dtype, setup.turns, setup.slots) == (1024, (1, 4), "float32", 0, 5)
     assert list(setup.sizes) == ["prefill", "decode", "choose"]
 
 
 def test_what_the_user_says() -> None:
-    setup = settings_for(read(), 100, "8,1", "float16", 0)
+    setup = settings_for(read(), replace(CROSS, context=100, lanes="8,1", dtype="float16"), 0)
     assert (setup.context, setup.lanes, setup.dtype, setup.chunks) == (96, (1, 8), "float16", (96,))
-    wide = settings_for(read(), None, "64,256", None, 0, chunk="512,2048")
+    wide = settings_for(read(), replace(CROSS, lanes="64,256", chunk="512,2048"), 0)
     assert (wide.lanes, wide.chunks, wide.turns) == ((64, 256), (512, 2048), 0)
-    assert list(settings_for(read(), None, "8,256", None, 0).sizes["generate"]["batch"]) == [8]
+    assert list(settings_for(read(), replace(CROSS, lanes="8,256"), 0).sizes["generate"]["batch"]) == [8]
 
 
 def test_pieces_of_several_prompts_share_a_call() -> None:
-    setup = settings_for(read(), None, (), None, 80 << 30, chunk=[2048, 128], pieces=True)
+    setup = settings_for(read(), replace(CROSS, chunk=[2048, 128]), 80 << 30, pieces=True)
     assert setup.sizes["prefill"] == {"batch": [2, 32], "seq": [64], "blocks": [512]}
-    short = settings_for(read(), 48, (), None, 80 << 30, pieces=True)
+    short = settings_for(read(), replace(CROSS, context=48), 80 << 30, pieces=True)
     assert short.sizes["prefill"] == {"batch": [1], "seq": [48], "blocks": [3]}, "of less than a piece there is one lane"
 
 
 def test_a_bank_of_adapters() -> None:
-    setup = settings_for(read(), None, (), None, 0, adapters=4)
+    setup = settings_for(read(), replace(CROSS, adapters=4), 0)
     assert (setup.adapters, setup.rank) == (4, 16) and setup.sizes["load_adapter"] == {}
-    assert settings_for(read(), None, (), None, 0, adapters=4, adapter_rank=64).rank == 64
-    assert settings_for(read(), None, (), None, 0).adapters == 0
-    for options, message in (
-        ((0, 8), "adapter_rank is the largest rank of adapters, and the bundle is to have none"),
-        ((2, 1024), "adapter_rank 1024: expected 1 to 512"), ((-1, None), "adapters -1: expected 1 or more, or 0 for none"),
+    assert settings_for(read(), replace(CROSS, adapters=4, adapter_rank=64), 0).rank == 64
+    assert settings_for(read(), CROSS, 0).adapters == 0
+    for adapters, rank, message in (
+        (0, 8, "adapter_rank is the largest rank of adapters, and the bundle is to have none"),
+        (2, 1024, "adapter_rank 1024: expected 1 to 512"), (-1, None, "adapters -1: expected 1 or more, or 0 for none"),
     ):  # fmt: skip
         with pytest.raises(BuildError, match=message):
-            check_settings(read(), None, (), None, (), *options)
+            check_settings(read(), Options(adapters=adapters, adapter_rank=rank))
     with pytest.raises(BuildError, match=r"context 8192: the cache takes about 256 MiB at least, and there is room for"):
-        settings_for(read(), None, (), None, 6 << 30, adapters=64, adapter_rank=128)
+        settings_for(read(), replace(CROSS, adapters=64, adapter_rank=128), 6 << 30)
 
 
 @pytest.mark.parametrize(
@@ -152,20 +156,20 @@ def test_a_bank_of_adapters() -> None:
 )
 def test_what_does_not_fit(context: int | None, lanes: Any, dtype: str | None, message: str) -> None:
     with pytest.raises(BuildError, match=message) as caught:
-        check_settings(read(), context, lanes, dtype)
+        check_settings(read(), Options(context=context, lanes=lanes, dtype=dtype))
     assert caught.value.code == "option-invalid"
 
 
 @pytest.mark.parametrize("chunk", ["100", "0", [128, 128], "64,x"])
 def test_chunks_that_are_none(chunk: Any) -> None:
     with pytest.raises(BuildError, match=r"expected distinct multiples of 64 tokens") as caught:
-        check_settings(read(), None, (), None, chunk)
+        check_settings(read(), Options(chunk=chunk))
     assert caught.value.code == "option-invalid"
 
 
 def test_a_cache_that_does_not_fit() -> None:
     with pytest.raises(BuildError, match=r"context 8192: the cache takes about 256 MiB at least, and there is room for 0"):
-        settings_for(read(), None, (), None, 2 << 30)
+        settings_for(read(), CROSS, 2 << 30)
 
 
 def test_a_plain_build_imports_nothing_of_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cgcompile.export.higher_order.composite_operators import FEW, give_sizes_at_once, grouped_product, without_composites
+from cgcompile.export.higher_order.expand import FEW, give_sizes_at_once, grouped_product, without_composites
 
 
 @pytest.mark.parametrize("groups", [1, 3, FEW, FEW + 1])
