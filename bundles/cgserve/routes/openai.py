@@ -27,6 +27,7 @@ from ..language.prompt_reader import PromptReader
 from ..language.served_model import ServedModel
 from ..log import one_line
 from ..text.text_model import TextModel
+from ..transport.unknown_paths import text_of
 
 BYTES, TOGETHER = 4 << 20, 64 << 20
 """Maximum bytes of a body, and of all open bodies together."""
@@ -153,8 +154,8 @@ def body_of(error: str) -> dict[str, Any]:
     return Refusal(413, error).body()
 
 
-async def refused(_: Request, error: Exception) -> Response:
+async def refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = Refusal(error.status_code, error.detail)
+        error = Refusal(error.status_code, text_of(request, error))
     assert isinstance(error, Refusal)
     return JSONResponse(error.body(), error.status, {"Retry-After": str(error.retry_after)} if error.retry_after else None)
