@@ -39,6 +39,13 @@ REASONS = (
         "as in `key_padding_mask=~mask`",
     ),
     PaddingReason(
+        "the same, although `forward()` makes the mask itself: from lengths, or from a padding token other than 0",
+        "a short call is padded with zeros, and such a mask does not hide them: lengths stay as they are and may be larger than "
+        "the call, and token 0 counts as a real token",
+        "let `inputs()` give the mask, `torch.ones(batch, seq, dtype=torch.bool)`, and use it in `forward()`: "
+        "`key_padding_mask=~mask`; or make it from tokens where 0 is padding, `key_padding_mask=ids == 0`",
+    ),
+    PaddingReason(
         "the same, although zero in the mask means hidden",
         "an operator after the mask adds a value, such as a bias; or a comparison of a padded value affects all rows; or attention "
         "adds a mask of floats to its scores, where 0 hides nothing",
@@ -88,3 +95,15 @@ REASONS = (
         "record the sizes; for a decoder, leave lanes of the batch empty",
     ),
 )
+
+MIXED = " combines elements along "
+
+MASK_CURE = (
+    "or hide padded elements before that line: let inputs() give a mask that is True for real tokens, and use it in forward(), as "
+    "in key_padding_mask=~mask"
+)
+
+
+def short_cure(reason: str) -> str:
+    """Returns what to do about a printed reason, beside recording more sizes, or "" if `cgcompile explain padding` must be read."""
+    return MASK_CURE if MIXED in reason else ""

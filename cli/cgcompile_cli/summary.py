@@ -22,6 +22,7 @@ from cgbundle.weights.update import updatable
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle.arguments import Constant, constants, nested, spelled
 from cgcompile.targets.instruction_sets import LEVELS
+from cgcompile.util.padding_reasons import short_cure
 
 from .output import count, first_lines, first_rows, listed, shortened, size, table
 
@@ -220,10 +221,14 @@ def padding(row: Dimension) -> str:
 
 
 def unpadded(entry: EntrySpec) -> list[str]:
-    """Describes every dimension that accepts only recorded sizes: `seq takes 16, 64 only: ...`."""
-    hint = "other sizes are refused; `padding` above says why, `cgcompile explain padding` what to do"
+    """Describes every dimension that accepts only recorded sizes, and what to do: `seq takes 16, 64 only: ...`."""
+    why = "other sizes are refused (`padding` above says why)"
     return [
-        f"{dimension.name} takes {listed(dimension.sizes)} only: {hint}" for dimension in entry.dimensions if dimension.pad == "no"
+        f"{row.name} takes {listed(row.sizes)} only: {why}; "
+        + ", ".join(filter(None, [f"add the sizes of your calls to --sizes {row.name}=", short_cure(row.reason)]))
+        + "; `cgcompile explain padding` lists all reasons"
+        for row in entry.dimensions
+        if row.pad == "no"
     ]
 
 
