@@ -513,6 +513,24 @@ def test_a_processors_features_are_told_by_its_level() -> None:
         assert shown == f"{description}, to run: libgomp.so.1", "nothing of torch's, but OpenMP's library"
 
 
+def test_the_bytes_of_weights_on_a_gpu_are_explained() -> None:
+    """Beside `weights 3 weights, 32 B`, which is what the CPU needs."""
+    base = tiny_bundle.manifest()
+    on_gpu = replace(base, target=replace(base.target, kind="cuda"), memories=(("weights", 1024), ("arena", 64)))
+    tensors = summary.size(summary.fixed_bytes(base))
+    gaps = f"weights: {tensors} of tensors; on a GPU each begins at a multiple of 256 bytes"
+    assert summary.memory_lines(on_gpu) == ["weights 1.0 KiB, arena 64 B", gaps]
+    assert summary.memory_lines(replace(on_gpu, target=base.target)) == ["weights 1.0 KiB, arena 64 B"]
+    assert summary.memory_lines(replace(on_gpu, memories=(("weights", summary.fixed_bytes(base)),))) == [f"weights {tensors}"]
+
+
+def test_files_whose_names_do_not_say_it_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
+    shown = re.sub(" +", " ", call("inspect", path).stdout)
+    assert " exam.safetensors the self-test: inputs and expected outputs, which `verify --run` and `run` replay\n" in shown
+    assert " weights.safetensors\n" in shown
+
+
 def test_a_dimension_that_takes_its_recorded_sizes_only_is_noted() -> None:
     dims = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why") for pad in ("rows", "zeros", "no")]
     (note,) = summary.unpadded(replace(tiny_bundle.manifest().entries[0], dimensions=tuple(dims)))
