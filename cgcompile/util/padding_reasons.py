@@ -52,6 +52,11 @@ REASONS = (
         "apply the mask directly before the sum; use a mask of dtype bool in attention, `mask != 0`",
     ),
     PaddingReason(
+        "`embedding_bag combines elements along ids`, `embedding_bag fails`",
+        "offsets say where a bag begins: zeros would add ids to the last bag, and bags that begin at 0",
+        "give every bag a row of ids, `(batch, n)`, without offsets, and `nn.EmbeddingBag(..., padding_idx=0)`",
+    ),
+    PaddingReason(
         "`...; output 'y' changes by 1.0e-01 where a trial with seq=15 was padded with zeros to 16`",
         "an output of the model in eager PyTorch differs after padding; the operator before it, if there is one, is the first that "
         "differs",
@@ -104,6 +109,11 @@ MASK_CURE = (
 )
 
 
+BAG_CURE = "or give every bag a row of ids, (batch, n), without offsets, and nn.EmbeddingBag(..., padding_idx=0)"
+
+
 def short_cure(reason: str) -> str:
     """Returns what to do about a printed reason, beside recording more sizes, or "" if `cgcompile explain padding` must be read."""
+    if reason.startswith("embedding_bag "):
+        return BAG_CURE
     return MASK_CURE if MIXED in reason else ""

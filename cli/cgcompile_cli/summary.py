@@ -58,6 +58,9 @@ FILES = {
 OWN_ATTRIBUTES = ("manifest", "name", "int_keys", "inputs", "outputs", "memory", "state")
 """Attributes of a loaded program that are set on the object, so that its class does not have them."""
 
+LISTED = 4
+"""Maximum sizes in an example of an option."""
+
 SHOWN = 60
 """Maximum characters of a constant."""
 
@@ -229,14 +232,14 @@ def padding(row: Dimension) -> str:
 
 def unpadded(entry: EntrySpec) -> list[str]:
     """Describes every dimension that accepts only recorded sizes, and what to do: `seq takes 16, 64 only: ...`."""
-    why = "other sizes are refused (`padding` above says why)"
-    return [
-        f"{row.name} takes {listed(row.sizes)} only: {why}; "
-        + ", ".join(filter(None, [f"add the sizes of your calls to --sizes {row.name}=", short_cure(row.reason)]))
-        + "; `cgcompile explain padding` lists all reasons"
-        for row in entry.dimensions
-        if row.pad == "no"
-    ]
+    notes = []
+    for row in entry.dimensions:
+        if row.pad == "no":
+            why = f"{row.name} takes {listed(row.sizes)} only: other sizes are refused (`padding` above says why)"
+            cure = f"record the sizes of your calls too (--sizes {row.name}={','.join(map(str, row.sizes[:LISTED]))},N)"
+            cures = ", ".join(filter(None, [cure, short_cure(row.reason)]))
+            notes.append(f"{why}; {cures}; `cgcompile explain padding` lists all reasons")
+    return notes
 
 
 def sizes(manifest: Manifest, entry: EntrySpec) -> str:

@@ -19,7 +19,7 @@ from cgcompile.pipeline.build import _padded
 from cgcompile.transforms.padding import proof
 from cgcompile.transforms.padding.proof import prove_padding
 from cgcompile.transforms.prepared import Prepared, prepare
-from cgcompile.util.padding_reasons import short_cure
+from cgcompile.util.padding_reasons import BAG_CURE, short_cure
 from tests.cpu.models import Batched, rows
 
 Sizes = dict[str, tuple[int, ...]]
@@ -127,6 +127,28 @@ def test_a_mask_that_forward_makes_hides_padding_only_if_zero_means_hidden(hidde
     verdict = decide(Attending(hidden).eval(), inputs, {"batch": (1, 4), "seq": (8, 16)})["seq"]
     assert verdict[0] == pad, verdict[2]
     assert bool(short_cure(verdict[2])) or pad == "zeros"
+
+
+class Bags(torch.nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(50, 8, **options)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        return self.bag(ids, offsets)
+
+
+def test_bags_with_offsets_are_not_padded_and_rows_of_ids_are() -> None:
+    """`short_cure` says this."""
+    sizes = {"batch": (1, 8), "n": (16, 64)}
+
+    def with_offsets(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randint(0, 50, (n,)), torch.arange(batch) * (n // batch)
+
+    for pad, _, reason in decide(Bags(), with_offsets, sizes).values():
+        assert pad == "no" and short_cure(reason) == BAG_CURE, reason
+    by_row = decide(Bags(padding_idx=0), lambda batch, n: torch.randint(1, 50, (batch, n)), sizes)
+    assert (by_row["batch"][0], by_row["n"][0]) == ("rows", "zeros")
 
 
 class Pooled(torch.nn.Module):

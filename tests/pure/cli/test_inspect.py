@@ -535,7 +535,7 @@ def test_a_dimension_that_takes_its_recorded_sizes_only_is_noted() -> None:
     dims = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why") for pad in ("rows", "zeros", "no")]
     (note,) = summary.unpadded(replace(tiny_bundle.manifest().entries[0], dimensions=tuple(dims)))
     assert note.startswith("no takes 2, 4 only: other sizes are refused") and "`cgcompile explain padding`" in note
-    assert "add the sizes of your calls to --sizes no=; " in note
+    assert "record the sizes of your calls too (--sizes no=2,4,N); " in note
 
 
 def test_the_note_of_a_sum_over_padded_elements_tells_how_to_hide_them() -> None:
@@ -543,7 +543,10 @@ def test_the_note_of_a_sum_over_padded_elements_tells_how_to_hide_them() -> None
     reason = "softmax combines elements along seq (model.py:9: x = self.encoder(x, src_key_padding_mask=mask)); may change"
     row = Dimension(name="seq", sizes=(8, 16), pad="no", chunk=False, reason=reason)
     (note,) = summary.unpadded(replace(tiny_bundle.manifest().entries[0], dimensions=(row,)))
-    assert "--sizes seq=, or hide padded elements before that line: let inputs() give a mask that is True for real tokens" in note
+    assert (
+        "(--sizes seq=8,16,N), or hide padded elements before that line: let inputs() give a mask that is True for real tokens"
+        in note
+    )
     assert "key_padding_mask=~mask" in note and "\n" not in note
 
 
