@@ -119,10 +119,11 @@ def folder_model(model: Any, language: LanguageOptions, target: str, record: str
             adapter_rank=language.adapter_rank,
         )  # fmt: skip
         lanes = ", ".join(map(str, settings.lanes))
-        cache = f"a load takes {settings.pages} to {settings.most_pages} pages of cache ({size(settings.page_bytes)} each)"
+        pages = " to ".join(dict.fromkeys([str(settings.pages), str(settings.most_pages)]))
+        cache = f"a load takes {pages} pages of cache ({size(settings.page_bytes)} each)"
         stored = f", weights {language.weights}" if language.weights else ""
         adapters = f", {settings.adapters} adapters of rank {settings.rank}" if settings.adapters else ""
-        tell.result(f"{settings.dtype}{stored}, texts of up to {settings.context} tokens, {lanes} lanes{adapters}; {cache}")
+        tell.result(f"{settings.dtype}{stored}, texts of up to {settings.context} tokens, lanes {lanes}{adapters}; {cache}")
     return recipe, settings.sizes
 
 

@@ -321,7 +321,7 @@ def test_other_paths(server: Running) -> None:
     assert server.ask("/v1/models")[1]["data"][0]["id"] == "script"
     assert server.ask("/v1/models/script")[1]["max_model_len"] == 120 and server.ask("/v1/models/other")[0] == 404
     status, reply, _ = server.ask("/v1/nothing")
-    assert status == 404 and reply["error"]["message"] == "no path /v1/nothing; GET / lists the paths"
+    assert status == 404 and reply["error"]["message"] == "no path /v1/nothing; GET / lists the models and their paths"
     status, reply, _ = server.ask("/v1/completions", None, "GET")
     assert status == 405 and reply["error"]["message"] == "/v1/completions: the method GET is not allowed; use POST"
 
