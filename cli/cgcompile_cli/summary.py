@@ -374,14 +374,11 @@ def files(manifest: Manifest) -> Table:
     for file in manifest.files:
         folders[file.path.rpartition("/")[0]].append(file.bytes)
     many = {folder for folder, byte_counts in folders.items() if folder and len(byte_counts) > 3}
-    rows = [(size(len(manifest_text.encode(manifest))), file_names.MANIFEST, "")]
-    rows += [
-        (size(file.bytes), file.path, FILES.get(file.path, ""))
-        for file in manifest.files
-        if file.path.rpartition("/")[0] not in many
-    ]
-    rows += [(size(sum(folders[folder])), f"{folder}/ ({count(len(folders[folder]), 'file')})", "") for folder in sorted(many)]
-    return table((">", "", ""), first_rows(rows, 1))
+    shown = [(file.bytes, file.path) for file in manifest.files if file.path.rpartition("/")[0] not in many]
+    rows = [(size(len(manifest_text.encode(manifest))), file_names.MANIFEST)]
+    rows += [(size(number), f"{path}  {FILES[path]}" if path in FILES else path) for number, path in shown]
+    rows += [(size(sum(folders[folder])), f"{folder}/ ({count(len(folders[folder]), 'file')})") for folder in sorted(many)]
+    return table((">", ""), first_rows(rows, 1))
 
 
 def serve_line(path: str, model: str) -> str:

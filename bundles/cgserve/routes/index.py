@@ -13,6 +13,9 @@ PLAIN = ("GET /health", "GET /metrics", "GET /v2", "POST /v2/repository/index", 
 """Paths that belong to no model."""
 
 
+HELP = "examples of requests: cli/docs/serving.md; for a model of tensors, GET /v2/models/MODEL shows inputs and outputs"
+
+
 def index(serving: Iterable[Version], refused: Mapping[str, str]) -> dict[str, Any]:
     """Returns the answer to GET /.  `refused`: why a version does not serve, by model and version."""
     versions = sorted(serving, key=lambda version: version.model)
@@ -21,10 +24,7 @@ def index(serving: Iterable[Version], refused: Mapping[str, str]) -> dict[str, A
         answer["models"] |= {name: paths_of(version, name) for name in version.names}
     if refused:
         answer["refused"] = dict(refused)
-    return answer | {
-        "paths": list(PLAIN),
-        "help": "GET /v2/models/MODEL shows the inputs of a model; cli/docs/serving.md has examples",
-    }
+    return answer | {"paths": list(PLAIN), "help": HELP}
 
 
 def paths_of(version: Version, name: str) -> list[str]:
