@@ -74,8 +74,9 @@ CATALOGUE: Mapping[str, Cause] = {
     "data-dependent-output": Cause(ModelError, 1, "An output is a Python number that depends on data, or its size depends on data.",
         "return a tensor of a fixed size, padded if necessary, and its length as a tensor"),
     "state-changed": Cause(ModelError, 1,
-        "forward() gives a buffer another dtype or shape, or writes to a tensor that is not a buffer.",
-        "keep dtype and shape in every call; if they depend on the size of an input, declare one size only"),
+        "forward() gives a buffer another dtype or shape, or changes an attribute or a tensor that is not a buffer.",
+        "the message says which: let a buffer keep its dtype and shape in every call; register anything else that forward() "
+        "changes as a buffer, and write to that"),
     "state-shared": Cause(ModelError, 1, "A tensor that the program changes shares memory with another tensor of the model.",
         "clone one of the two in model()"),
     "dtype-unsupported": Cause(ModelError, 1, "A bundle cannot hold the dtype, layout or device of a tensor.",

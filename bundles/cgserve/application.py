@@ -1,8 +1,9 @@
-"""The server as one ASGI application: OpenAI's protocol below /v1, the Open Inference Protocol below /v2, health and metrics."""
+"""The server as one ASGI application: OpenAI's protocol below /v1, the Open Inference Protocol at /v2; paths, health, metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,7 +27,7 @@ from .language.served_model import ServedModel
 from .log import Event, Tell, one_line
 from .models.model_repository import Found, Repository
 from .models.version import Watch
-from .routes import inference, openai
+from .routes import index, inference, openai
 from .routes import texts as texts_routes
 from .routes.dashboards import Dashboards
 from .settings import ServeError, Settings
@@ -104,7 +105,7 @@ class Application:
         limits = Middleware(BoundedBodies, largest=largest, form=inference.body_of, together=largest)
         handlers = {inference.Refusal: inference.refused, HTTPException: inference.refused}
         tensors = Starlette(routes=self._inference.routes, middleware=[limits], exception_handlers=handlers)
-        plain = [Route("/health", self._health), Route("/metrics", self._metrics)]
+        plain = [Route("/", self._index), Route("/health", self._health), Route("/metrics", self._metrics)]
         return texts, tensors, Starlette(routes=plain, exception_handlers=handlers, lifespan=self._lifespan)
 
     def _with_middleware(self, app: ASGIApp, keys: Sequence[bytes]) -> ASGIApp:
@@ -180,7 +181,16 @@ class Application:
             self.failure = failure
             self.stop()
 
-    # --- health --------------------------------------------------------------------------------------------------------
+    # --- paths and health ----------------------------------------------------------------------------------------------
+
+    async def _index(self, _: Request) -> Response:
+        refused = {
+            f"{name} {number}": str(why)
+            for name, model in self.repository.models.items()
+            for number, (_, why) in model.refused.items()
+        }
+        text = json.dumps(index.index(self.repository.serving(), refused), indent=2)
+        return Response(f"{text}\n", media_type="application/json")  # indented: people read it
 
     def _failure_reason(self) -> str | None:
         """Returns why the server cannot work: its GPU failed, or the thread that calls a model has ended.  Else returns None."""

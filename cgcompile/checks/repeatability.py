@@ -85,8 +85,8 @@ def earlier_calls(context: RuleContext) -> Iterable[Finding]:
     for obstacle in context.obstacles("earlier-calls"):
         yield finding(
             "earlier-calls", REFUSE, obstacle.message, obstacle, "a bundle would have the value of its build in every call",
-            "compute it in every call, or register a buffer for it and write to that; if only the first call sets it, "
-            "call the model once before the build, at the end of model()",
+            "compute it in every call, or register a buffer of its dtype and shape and write to that; if only the first call sets "
+            "it, call the model once before the build, at the end of model()",
         )  # fmt: skip
 
 

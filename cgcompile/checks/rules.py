@@ -1,10 +1,10 @@
 """The table of all rules.
 
-To add a rule, write a function of a RuleContext in the file of its group, and list it in RULES.  The function `mutated_buffer` is
-the rule "mutated-buffer".  The docstring needs the paragraphs "What it looks for", "Why", "Effect", "Fix" and "Source", from which
-`make docs` writes the page of findings.  A finding of severity HOST moves its node to the host.  Nodes are those of torch.export
-before decomposition: `x.double()` is aten.to, not aten._to_copy.  Add a model for which the rule yields a finding, and one for
-which it does not, to tests/cpu/checks/test_checks.py.
+To add a rule, write a function of a RuleContext in the file of its group, and list it in RULES.  It yields the results of
+`context.finding`.  The function `mutated_buffer` is the rule "mutated-buffer".  The docstring needs the paragraphs "What it looks
+for", "Why", "Effect", "Fix" and "Source", from which `make docs` writes the page of findings.  A finding of severity HOST moves its
+node to the host.  Nodes are those of torch.export before decomposition: `x.double()` is aten.to, not aten._to_copy.  Add a model
+for which the rule yields a finding to CASES in tests/cpu/checks/test_checks.py, and test one for which it does not.
 """
 
 from __future__ import annotations

@@ -129,11 +129,11 @@ def _exported(
             flat.follow_buffers()
             draft, writes = _with_known(job, calls, elsewhere, writes)
     except ModelError as error:
-        if changed and error.code in STOPPED:  # changed attributes are the likely cause, and must be fixed in any case
+        if changed and error.code in STOPPED:  # either can be the cause: torch.export also fails for models that keep nothing
             raise ModelError(
                 "state-changed",
-                f"{changed[0].where or source.label}: {changed[0].message}, which is not a buffer; then the export fails: {error}",
-                ATTRIBUTE_FIX,
+                f"{changed[0].where or source.label}: {changed[0].message}, which is not a buffer, and the export fails: {error}",
+                f"either can be the cause; for the attribute, {ATTRIBUTE_FIX}; for the export, {error.hint}",
             ) from error
         raise
     flat.watch = unwatched

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
-from ..model.flat_module import FlatModule, held_weights, run_eager, unwatched
+from ..model.flat_module import FlatModule, held_weights, unwatched
 from ..model.nondeterminism.generators import Generator, generators, states
-from ..model.nondeterminism.repeated_calls import Observed, Results, observed, outside_values, results
+from ..model.nondeterminism.repeated_calls import Observed, Results, called_again, observed, outside_values, results
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import OTHER_SEED, Source, sample
 from ..model.tracing.attributes import assignment_place, changed, holder_of, marks, own_attributes, same_nesting
@@ -101,6 +101,7 @@ def _fill_caches(
             return try_eager(source, flat, sizes)
         buffer_names = flat.snapshot.changed()
         flat.follow_buffers()  # the first call may have given a buffer its shape
+        flat.reshaped = error.where, str(error).removeprefix(f"{error.where}: ")
         try:
             return try_eager(source, flat, sizes)
         except ModelError as again:
@@ -150,7 +151,7 @@ def changed_weights(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Se
     if not weights:
         return frozenset()
     watch, flat.watch = flat.watch, unwatched
-    run_eager(flat, tensors, keep=True)
+    called_again(flat, tensors, keep=True)
     flat.watch = watch
     changed_names = frozenset([weight.name for weight, before in weights if not same_bits(weight.tensor, before)])
     flat.snapshot.restore()

@@ -329,7 +329,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         if re.search(rf"\b{name}\b", text) and "onstraint" in text:
             named = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
             line = next((line for line in named if line.startswith("Not all values")), named[0])
-            return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
+            return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {_guard(re.sub(_INPUT_SIZE, name, line))}")
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):  # the latter: from operators like torch.cov
         place, line = user_place(error)
         return branch(place or source.label, line, BRANCH + called_by(error))
@@ -368,6 +368,12 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
     refused, hint = refused_body(error)
     reason = refused or f"{type(error).__name__}: {first_line(error)}"
     return ModelError("export-failed", f"{place}: torch.export cannot export the model: {reason}", hint)
+
+
+def _guard(line: str) -> str:
+    """Says in other words which sizes a condition of torch.export excludes.  Returns the line itself if it has another form."""
+    match = re.fullmatch(r"Not all values of (\w+) = .* in the specified range (.*) satisfy the generated guard (.*?)\.?", line)
+    return f"torch.export needs {match[3]}, which is not true for all sizes ({match[2]})" if match else line
 
 
 def branch(where: str, line: str, message: str = BRANCH) -> ModelError:

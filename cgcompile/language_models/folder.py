@@ -53,7 +53,9 @@ def read_folder(label: str) -> ModelFolder:
             method = part["quantization_config"].get("quant_method") or "an unnamed method"
             raise invalid(folder / CONFIG, f"the weights are quantized ({method}), and none of these are read", UNQUANTIZED)
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise invalid(folder, "no tokenizer in it (tokenizer.json)", DOWNLOAD)
+        raise invalid(
+            folder, "no tokenizer in it (tokenizer.json)", f"{DOWNLOAD}; or write it: tokenizer.save_pretrained({label!r})"
+        )
     sizes: dict[str, int] = {}
     for path in weight_files(folder):
         for dtype, size in tensor_bytes(path).items():

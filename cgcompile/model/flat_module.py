@@ -32,6 +32,11 @@ from .user_code import definition, plain_errors
 PREFIX = "model."
 """The prefix of weight names: the wrapper's attribute `model` holds the user's module."""
 
+SHAPE_FIX = (
+    "register the buffer with the dtype and shape that forward() assigns; if these depend on the size of an input, declare only "
+    "that size; a buffer cannot grow: register its largest size"
+)
+
 
 def unwatched(effects: SideEffects) -> None:
     """Does nothing: the default of `FlatModule.watch`."""
@@ -47,10 +52,11 @@ class FlatModule(torch.nn.Module):
     Before each call, `watch` gets its SideEffects.  `earlier` has the SideEffects of a call with real tensors.  A traced call takes
     the same branches, and reads the same numbers at the positions in `known`.  It asserts the values in `asserted`.  `as_eager`
     says which queries of tracing/questions.py return False.  `padded`: the inputs are padded, so sequences may have length 0.
-    `uncalled`: nothing has called the module yet; its first call may give a buffer another shape.  `way` forces the branches of a
-    call (see tracing/way.py).  Python may read the values of `weights` during a trace.  The SideEffects list the attributes in
-    `assigned` that the call reads before it assigns them.  The outputs in `bounded` are padded, for inputs with the symbolic
-    `shapes`.
+    `uncalled`: nothing has called the module yet; its first call may give a buffer another shape.  `reshaped`: the user's
+    file:line where the build's first call gave a buffer another shape or dtype, and a description, or None.  `way` forces the
+    branches of a call (see tracing/way.py).  Python may read the values of `weights` during a trace.  The SideEffects list the
+    attributes in `assigned` that the call reads before it assigns them.  The outputs in `bounded` are padded, for inputs with the
+    symbolic `shapes`.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs contain this name, so it does not depend on the file
@@ -80,6 +86,7 @@ class FlatModule(torch.nn.Module):
         self.as_eager = ""
         self.padded = False
         self.uncalled = False
+        self.reshaped: tuple[str, str] | None = None
         self.assigned: tuple[str, ...] = ()
         self.bounded: tuple[BoundedAxis, ...] = ()
         self.shapes: tuple[Sizes, ...] = ()
@@ -206,7 +213,7 @@ def _write_back(owner: Any, leaf: str, tensor: torch.Tensor) -> None:
         new_text = "None" if now is None else f"{now.dtype} {list(now.shape)}"
         where, _ = assignment_place(owner, leaf)
         text = f"forward() assigns {new_text} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}"
-        raise ModelError("state-changed", f"{where}: {text}" if where else text)
+        raise ModelError("state-changed", f"{where}: {text}" if where else text, SHAPE_FIX)
     tensor.copy_(now)
     owner._buffers[leaf] = tensor
 

@@ -30,7 +30,8 @@ FLAG_FIX = "a call changes this attribute: if only the first call does, call the
 SIZED = "a number that is read out of a tensor is a size, or a position, in another one"
 SIZE_FIX = (
     "give the number as an argument (batch_size=, dim_size=, size= of graph libraries), take it from the size of an input, or make "
-    "the tensor in forward(), as torch.zeros(n, dtype=torch.int64) for the batch of one graph: int() of a tensor is no size"
+    "the tensor in forward(), as torch.zeros(n, dtype=torch.int64) for the batch of one graph: int() of a tensor is no size; a "
+    "position is a tensor of shape [1], as in cache.index_copy_(0, position, row)"
 )
 
 

@@ -111,10 +111,11 @@ def folder_model(model: Any, options: Options) -> tuple[Any, Options]:
 
         recipe, settings = language_model(os.fspath(model), options, gpu_memory(options))
         lanes = ", ".join(map(str, settings.lanes))
-        cache = f"a load takes {settings.pages} to {settings.most_pages} pages of cache ({size(settings.page_bytes)} each)"
+        pages = " to ".join(dict.fromkeys([str(settings.pages), str(settings.most_pages)]))
+        cache = f"a load takes {pages} pages of cache ({size(settings.page_bytes)} each)"
         stored = f", weights {options.weights}" if options.weights else ""
         adapters = f", {settings.adapters} adapters of rank {settings.rank}" if settings.adapters else ""
-        tell.result(f"{settings.dtype}{stored}, texts of up to {settings.context} tokens, {lanes} lanes{adapters}; {cache}")
+        tell.result(f"{settings.dtype}{stored}, texts of up to {settings.context} tokens, lanes {lanes}{adapters}; {cache}")
     return recipe, replace(options, sizes=settings.sizes)
 
 

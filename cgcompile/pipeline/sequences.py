@@ -308,6 +308,9 @@ def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels,
         set_once = [name for name in first_run.first if name in first_run.read]
         reasons = [(name, f"{method} sets {name!r} at its first call, and later calls read it") for name in set_once]
     if not reasons:
+        if exported.flat.reshaped:
+            where, description = exported.flat.reshaped
+            return [Obstacle(rule=RULE, message=f"{description} ({text})", where=where, source="")]
         where, line = defined(written_method(exported.source.model, exported.source.entry))
         message = f"a model that was not called before gives something else than the exported program: {text}"
         return [Obstacle(rule=RULE, message=message, where=where, source=line)]

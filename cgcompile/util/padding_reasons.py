@@ -39,10 +39,22 @@ REASONS = (
         "as in `key_padding_mask=~mask`",
     ),
     PaddingReason(
+        "the same, although `forward()` makes the mask itself: from lengths, or from a padding token other than 0",
+        "a short call is padded with zeros, and such a mask does not hide them: lengths stay as they are and may be larger than "
+        "the call, and token 0 counts as a real token",
+        "let `inputs()` give the mask, `torch.ones(batch, seq, dtype=torch.bool)`, and use it in `forward()`: "
+        "`key_padding_mask=~mask`; or make it from tokens where 0 is padding, `key_padding_mask=ids == 0`",
+    ),
+    PaddingReason(
         "the same, although zero in the mask means hidden",
         "an operator after the mask adds a value, such as a bias; or a comparison of a padded value affects all rows; or attention "
         "adds a mask of floats to its scores, where 0 hides nothing",
         "apply the mask directly before the sum; use a mask of dtype bool in attention, `mask != 0`",
+    ),
+    PaddingReason(
+        "`embedding_bag combines elements along ids`, `embedding_bag fails`",
+        "offsets say where a bag begins: zeros would add ids to the last bag, and bags that begin at 0",
+        "give every bag a row of ids, `(batch, n)`, without offsets, and `nn.EmbeddingBag(..., padding_idx=0)`",
     ),
     PaddingReason(
         "`...; output 'y' changes by 1.0e-01 where a trial with seq=15 was padded with zeros to 16`",
@@ -88,3 +100,20 @@ REASONS = (
         "record the sizes; for a decoder, leave lanes of the batch empty",
     ),
 )
+
+MIXED = " combines elements along "
+
+MASK_CURE = (
+    "or hide padded elements before that line: let inputs() give a mask that is True for real tokens, and use it in forward(), as "
+    "in key_padding_mask=~mask"
+)
+
+
+BAG_CURE = "or give every bag a row of ids, (batch, n), without offsets, and nn.EmbeddingBag(..., padding_idx=0)"
+
+
+def short_cure(reason: str) -> str:
+    """Returns what to do about a printed reason, beside recording more sizes, or "" if `cgcompile explain padding` must be read."""
+    if reason.startswith("embedding_bag "):
+        return BAG_CURE
+    return MASK_CURE if MIXED in reason else ""

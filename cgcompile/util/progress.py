@@ -38,8 +38,9 @@ def named(tell: Tell, name: str) -> Tell:
 
 
 def named_tells(tell: Tell, names: Sequence[str]) -> list[Tell]:
-    """Returns a `tell` for each name, which writes `decode, 2 of 4: ...`.  For a single name it returns `tell` itself."""
-    return [named(tell, f"{name}, {number} of {len(names)}") if len(names) > 1 else tell for number, name in enumerate(names, 1)]
+    """Returns a `tell` for each entry, which writes `entry decode (2 of 4): ...`.  For a single entry it returns `tell` itself."""
+    counts = [f"entry {name} ({number} of {len(names)})" for number, name in enumerate(names, 1)]
+    return [named(tell, text) if len(names) > 1 else tell for text in counts]
 
 
 def silent(event: Event) -> None:

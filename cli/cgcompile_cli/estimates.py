@@ -40,13 +40,16 @@ class Estimate:
         self._paths: list[Path] = []
         self._earlier: tuple[tuple[str, float], ...] = ()
         self._done: list[tuple[str, float]] = []
+        self._cached = False
         with suppress(BuildError):  # a build that needs the cache reports its errors itself
             self._paths = [cache_path(cache_folder(), STAGE, target, *identity) for identity in ((program,), ())]
             record = next(filter(None, (recall(path, Timings) for path in self._paths)), None)
             self._earlier = record.stages if record is not None else ()
 
-    def done(self, stage: str, seconds: float) -> None:
+    def done(self, stage: str, seconds: float, cached: bool = False) -> None:
+        """Records a finished stage.  `cached`: the stage took its result from the cache."""
         self._done.append((stage, seconds))
+        self._cached = self._cached or cached
 
     def left(self, stage: str, seconds: float) -> Left | None:
         """Estimates the remaining time after `seconds` of `stage`.  Returns None early in the build, or without earlier times."""
@@ -62,9 +65,9 @@ class Estimate:
         return Left(part=past / total, seconds=(total - past) * ratio)
 
     def keep(self) -> None:
-        """Stores the stage times for the next build."""
+        """Stores the stage times for the next build.  Does nothing after a cached stage: the next model may not be in the cache."""
         with suppress(BuildError):
-            for path in self._paths:
+            for path in () if self._cached else self._paths:
                 remember(path, Timings(stages=tuple(self._done)))
 
 

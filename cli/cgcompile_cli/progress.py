@@ -110,7 +110,7 @@ class Progress:
             self._stage = ""
             self._count(event)
             if self._estimate is not None:
-                self._estimate.done(event.stage, event.seconds)
+                self._estimate.done(event.stage, event.seconds, cached=event.text.endswith("from the cache"))
             return
         left = self._time_left(event.stage, event.seconds)
         left_text = f", about {_about(left.seconds)} left" if left is not None and left.seconds >= SHORTEST else ""

@@ -13,7 +13,7 @@ from cgbundle import signatures
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.file_names import FORWARD, entry_named
-from cgbundle.format.safetensors import nbytes
+from cgbundle.format.safetensors import ALIGNMENT, nbytes
 from cgbundle.format.schema import Alias, Dimension, EntrySpec, Manifest, Target, TensorSpec, Weight
 from cgbundle.format.size_expressions import axes_text, text
 from cgbundle.format.variants import variant_name
@@ -22,6 +22,7 @@ from cgbundle.weights.update import updatable
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle.arguments import Constant, constants, nested, spelled
 from cgcompile.targets.instruction_sets import LEVELS
+from cgcompile.util.padding_reasons import short_cure
 
 from .output import count, first_lines, first_rows, listed, shortened, size, table
 
@@ -47,8 +48,18 @@ RANDOM = "the seed of the random numbers, and how many calls there were"
 PADDING = {"rows": "padded with any values", "zeros": "padded with zeros", "no": "never padded"}
 
 
+FILES = {
+    file_names.SELF_TEST: "the self-test: inputs and expected outputs, which `verify --run` and `run` replay",
+    file_names.PROGRAM: "the exported program, without weights",
+    file_names.TABLES: "constants that the build computed from weights, or for kernels",
+}
+"""What a file of a bundle is, where its name does not say it."""
+
 OWN_ATTRIBUTES = ("manifest", "name", "int_keys", "inputs", "outputs", "memory", "state")
 """Attributes of a loaded program that are set on the object, so that its class does not have them."""
+
+LISTED = 4
+"""Maximum sizes in an example of an option."""
 
 SHOWN = 60
 """Maximum characters of a constant."""
@@ -219,11 +230,15 @@ def padding(row: Dimension) -> str:
 
 
 def unpadded(entry: EntrySpec) -> list[str]:
-    """Describes every dimension that accepts only recorded sizes: `seq takes 16, 64 only: ...`."""
-    hint = "other sizes are refused; `padding` above says why, `cgcompile explain padding` what to do"
-    return [
-        f"{dimension.name} takes {listed(dimension.sizes)} only: {hint}" for dimension in entry.dimensions if dimension.pad == "no"
-    ]
+    """Describes every dimension that accepts only recorded sizes, and what to do: `seq takes 16, 64 only: ...`."""
+    notes = []
+    for row in entry.dimensions:
+        if row.pad == "no":
+            why = f"{row.name} takes {listed(row.sizes)} only: other sizes are refused (`padding` above says why)"
+            cure = f"record the sizes of your calls too (--sizes {row.name}={','.join(map(str, row.sizes[:LISTED]))},N)"
+            cures = ", ".join(filter(None, [cure, short_cure(row.reason)]))
+            notes.append(f"{why}; {cures}; `cgcompile explain padding` lists all reasons")
+    return notes
 
 
 def sizes(manifest: Manifest, entry: EntrySpec) -> str:
@@ -267,9 +282,22 @@ def memory(manifest: Manifest) -> str:
     return ", ".join([f"{name} {size(number)}" for name, number in manifest.memories if number]) or "none of its own"
 
 
+def memory_lines(manifest: Manifest) -> list[str]:
+    """Returns the memories, and why weights need more bytes on a GPU than on the CPU."""
+    needed, tensors = dict(manifest.memories).get("weights", 0), fixed_bytes(manifest)
+    gaps = manifest.target.kind == "cuda" and not manifest.world and needed > tensors and size(needed) != size(tensors)
+    text = f"weights: {size(tensors)} of tensors; on a GPU each begins at a multiple of {ALIGNMENT} bytes"
+    return [memory(manifest), *([text] if gaps else [])]
+
+
 def weight_bytes(manifest: Manifest) -> int:
     """Returns the bytes of the weights; a tensor that several weights share counts once."""
     return sum({weight.tensor: nbytes(weight.dtype, weight.shape) for weight in manifest.weights}.values())
+
+
+def fixed_bytes(manifest: Manifest) -> int:
+    """Returns the bytes of the weights that no call changes."""
+    return weight_bytes(manifest) - sum(nbytes(weight.dtype, weight.shape) for weight in stateful(manifest))
 
 
 def ties(manifest: Manifest) -> list[list[str]]:
@@ -284,10 +312,9 @@ def weights(manifest: Manifest) -> list[str]:
     """Returns `6 weights, 1.2 MiB` and a line per tie."""
     tied, hidden = shortened(ties(manifest), 3)
     changed = stateful(manifest)
-    fixed_bytes = weight_bytes(manifest) - sum(nbytes(weight.dtype, weight.shape) for weight in changed)
     tables = sum(weight.name.startswith(TABLE) for weight in manifest.weights)
     counts = count(len(manifest.weights) - len(changed) - tables, "weight") + (f" and {count(tables, 'table')}" if tables else "")
-    lines = [f"{counts}, {size(fixed_bytes)}", *(" = ".join(names) for names in tied)]
+    lines = [f"{counts}, {size(fixed_bytes(manifest))}", *(" = ".join(names) for names in tied)]
     return [*lines, *([f"and {hidden} more ties"] if hidden else [])]
 
 
@@ -346,8 +373,9 @@ def files(manifest: Manifest) -> Table:
     for file in manifest.files:
         folders[file.path.rpartition("/")[0]].append(file.bytes)
     many = {folder for folder, byte_counts in folders.items() if folder and len(byte_counts) > 3}
+    shown = [(file.bytes, file.path) for file in manifest.files if file.path.rpartition("/")[0] not in many]
     rows = [(size(len(manifest_text.encode(manifest))), file_names.MANIFEST)]
-    rows += [(size(file.bytes), file.path) for file in manifest.files if file.path.rpartition("/")[0] not in many]
+    rows += [(size(number), f"{path}  {FILES[path]}" if path in FILES else path) for number, path in shown]
     rows += [(size(sum(folders[folder])), f"{folder}/ ({count(len(folders[folder]), 'file')})") for folder in sorted(many)]
     return table((">", ""), first_rows(rows, 1))
 

@@ -30,6 +30,7 @@ from ..tensors.entry import Ports
 from ..tensors.inference_protocol import Port, ProtocolError, TensorData, TooLarge, metadata, read_request, write_response
 from ..tensors.inference_protocol import Request as InferRequest
 from ..tensors.metrics import Metrics
+from ..transport.unknown_paths import text_of
 
 HEADER = "Inference-Header-Content-Length"
 EXTENSIONS = ["binary_tensor_data", "model_repository"]
@@ -272,9 +273,9 @@ def body_of(error: str) -> dict[str, str]:
     return {"error": error}
 
 
-async def refused(_: Request, error: Exception) -> Response:
+async def refused(request: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
         headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
         return JSONResponse({"error": str(error)}, error.status, headers)
     assert isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    return JSONResponse({"error": text_of(request, error)}, error.status_code, error.headers)

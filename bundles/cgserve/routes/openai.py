@@ -27,6 +27,7 @@ from ..language.prompt_reader import PromptReader
 from ..language.served_model import ServedModel
 from ..log import one_line
 from ..text.text_model import TextModel
+from ..transport.unknown_paths import LISTED, text_of
 
 BYTES, TOGETHER = 4 << 20, 64 << 20
 """Maximum bytes of a body, and of all open bodies together."""
@@ -68,15 +69,13 @@ class OpenAI:
         if name is None:
             if len(serving) == 1:
                 return next(iter(serving.values()))
-            raise Refusal(
-                400 if serving else 503,
-                f"model: expected one of {', '.join(serving)}" if serving else "no language model is loaded",
-                "model",
-            )
+            if not serving:
+                raise Refusal(503, f"no language model serves; {LISTED}", "model")
+            raise Refusal(400, f"model: expected one of {', '.join(serving)}", "model")
         if name in self._known():
-            raise Refusal(503, f"no version of {name!r} serves as a language model", "model", retry_after=1)
+            raise Refusal(503, f"no version of {name!r} serves as a language model; {LISTED}", "model", retry_after=1)
         names = ", ".join([*serving, *adapted])
-        raise Refusal(404, f"no model {name!r}; there is {names or 'none'}", "model", "model_not_found")
+        raise Refusal(404, f"no model {name!r}; " + (f"there is {names}" if names else LISTED), "model", "model_not_found")
 
     async def _complete(self, request: Request) -> Response:
         return Completion(self.reader, request.url.path, await request.body())
@@ -155,8 +154,8 @@ def body_of(error: str) -> dict[str, Any]:
     return Refusal(413, error).body()
 
 
-async def refused(_: Request, error: Exception) -> Response:
+async def refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = Refusal(error.status_code, error.detail)
+        error = Refusal(error.status_code, text_of(request, error))
     assert isinstance(error, Refusal)
     return JSONResponse(error.body(), error.status, {"Retry-After": str(error.retry_after)} if error.retry_after else None)

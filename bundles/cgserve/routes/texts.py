@@ -22,6 +22,7 @@ from ..language.completions import Refusal, object_of, of_kind, whole
 from ..language.prompt_reader import PromptReader
 from ..log import Tell, one_line
 from ..text.text_model import TEXTS, Encoded, Task, TextModel, sigmoid, softmax
+from ..transport.unknown_paths import LISTED
 
 PASSED_OVER = {"model", "user", "metadata", "truncate"}
 FIELDS: dict[Task, set[str]] = {
@@ -128,6 +129,10 @@ class Texts:
                 return fitting[0]
             if not any(self._known().values()):
                 raise Refusal(503, "no model serves", "model", retry_after=1)
+            if not fitting:
+                raise Refusal(
+                    400, f"no model answers at /v1{PATHS[task]}: it needs a tokenizer beside its bundle; {LISTED}", "model"
+                )
             raise Refusal(400, f"model: expected one of {names}", "model")
         if name in serving:
             model = serving[name]

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from ...errors import ModelError
 from ...util.tolerance import compare
 from ..devices.index_guard import FAILURES, guarded_indices
-from ..flat_module import FlatModule, run_eager
+from ..flat_module import EagerResult, FlatModule, run_eager
 from ..side_effects import Obstacle
 from ..source import SEED
+from ..user_code import first_line, user_line
 from .clock_reads import STEPS, SYSTEM, Read, outside_reads, put_forward
 from .generators import Generator, first_draw, put_back, states
 
@@ -22,6 +24,11 @@ Results = tuple[torch.Tensor, ...]
 ORDINARY = 4
 """Number of calls with other random numbers, besides those with numbers at either end of their range."""
 
+AGAIN_FIX = (
+    "a call changes something that limits the number of calls, as a position in a cache does: let it start again from 0 "
+    "(position % size), or pass it as an input"
+)
+
 SPREADS = 4.0
 """Results on a GPU differ by rounding.  A difference more than this many times larger is not rounding."""
 
@@ -30,8 +37,20 @@ def results(flat: FlatModule, tensors: Sequence[torch.Tensor]) -> Results:
     """Runs one call with a fixed torch seed."""
     with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
         torch.manual_seed(SEED)
-        result = run_eager(flat, tensors)
+        result = called_again(flat, tensors)
     return (*result.outputs, *result.state.values())
+
+
+def called_again(flat: FlatModule, tensors: Sequence[torch.Tensor], *, keep: bool = False) -> EagerResult:
+    """Calls the model with inputs that an earlier call accepted.  Raises eager-failed if it fails now: the calls changed it."""
+    try:
+        return run_eager(flat, tensors, keep=keep)
+    except FAILURES as error:
+        where = user_line(error, "model") or "model"
+        text = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(
+            "eager-failed", f"{where}: a repeated call of {flat.entry}() fails, and an earlier one did not: {text}", AGAIN_FIX
+        ) from error
 
 
 def apart(one: Results, other: Results) -> float:
@@ -111,7 +130,7 @@ def _depends_on_random(flat: FlatModule, tensors: Sequence[torch.Tensor], call: 
             try:
                 with guarded_indices(flat.device):
                     runs.append(results(flat, tensors))
-            except FAILURES:
+            except ModelError:
                 return True
     one, other, *others = runs
     noise = apart(one, other)
@@ -130,7 +149,7 @@ def _depends_on_time(
         with put_forward(clocks, seconds):
             try:
                 later = results(flat, tensors)
-            except FAILURES:
+            except ModelError:
                 return True
         if apart(call.results, later) > SPREADS * noise:
             return True

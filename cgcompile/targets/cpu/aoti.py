@@ -318,7 +318,7 @@ def _watched(work: Path, tell: Callable[[str], None]) -> Iterator[None]:
             names = {name for _, _, files in os.walk(work) for name in files}
             sources = [name for name in names if name.endswith(".cpp")]
             objects = sum(name.removesuffix("cpp") + "o" in names for name in sources)
-            text = f"compiling C++, {objects} of {len(sources)} files" if sources else "generating code"
+            text = f"compiling C++, {objects} of {len(sources)} source files done" if sources else "generating code"
             if text != reported:
                 reported = text
                 tell(text)

@@ -31,7 +31,7 @@ from ...transforms.inlining import custom_operators, inlined
 from ...transforms.output_aliases import with_aliases
 from ...transforms.prepared import Prepared
 from ...util.disk_space import size
-from ...util.progress import Stages, Tell, named_tells
+from ...util.progress import Stages, Tell, named, named_tells
 from ...util.scratch import scratch_folder
 from ...util.workers import processors, run_forked
 from ..build_spec import BuildSpec, EntryParts, ManifestParts
@@ -64,6 +64,11 @@ class _CompiledEntry:
 
     def file(self, key: IntKey) -> str:
         return f"{file_names.HOST}{self.name(key)}.so"
+
+    def named(self, key: IntKey, tell: Tell) -> Tell:
+        """Returns a `tell` that names the program, if there are several: they are compiled side by side, and each one counts its
+        source files from 0."""
+        return tell if len(self.programs.distinct) == 1 else named(tell, self.name(key))
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | None = None) -> ManifestParts:
@@ -147,13 +152,14 @@ def _compile_all(
                 unit.compiled[key] = cached
             else:
                 works[number, key] = partial(compiled_and_kept, *arguments, work, begun)
+    work_tells = {(number, key): entries[number].named(key, tells[number]) for number, key in works}
     if len(works) > 1 and processors() > 1 and not torch.cuda.is_initialized():
         import_inductor()
         if begun is not None:
             begun.wait()
-        shared_objects = run_forked(works, {name: tells[name[0]] for name in works}, scratch, "worker-died")
+        shared_objects = run_forked(works, work_tells, scratch, "worker-died")
     else:
-        shared_objects = {name: work(tells[name[0]]) for name, work in works.items()}
+        shared_objects = {name: work(work_tells[name]) for name, work in works.items()}
     for (number, key), compiled in shared_objects.items():
         entries[number].compiled[key] = compiled
 
@@ -220,12 +226,13 @@ def _entry_parts(
 
 
 def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
-    """Returns `host/model.so, 150.2 KiB`, or `3 files, 460.1 KiB, 2 of them from the cache`."""
+    """Returns `host/model.so, 150.2 KiB`, or `3 shared objects, 460.1 KiB, 2 of them from the cache`."""
     total = size(sum(shared_object.path.stat().st_size for _, shared_object in compiled))
     before = sum(shared_object.recalled for _, shared_object in compiled)
     if len(compiled) == 1:
         return f"{compiled[0][0]}, {total}{', from the cache' if before else ''}"
-    return f"{len(compiled)} files, {total}{f', {before} of them from the cache' if before else ''}"
+    cached = "all" if before == len(compiled) else f"{before} of them"
+    return f"{len(compiled)} shared objects, {total}{f', {cached} from the cache' if before else ''}"
 
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str], varying: Collection[str] = ()) -> tuple[Weight, ...]:

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from cgbundle.format import file_names
 from cgbundle.format.file_names import FORWARD
 from cgbundle.format.pytree import recorded_constant
+from cgbundle.format.safetensors import ALIGNMENT
 from cgbundle.format.schema import Alias, EntrySpec, Manifest, Program, Proof, Value, Weight
 from cgbundle.format.spans import dense
 
@@ -191,7 +192,10 @@ def _weight_name(manifest: Manifest, index: int | None) -> str:
 
 
 def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    yield from _bytes("", dict(a.memories), dict(b.memories))
+    for difference in _bytes("", dict(a.memories), dict(b.memories)):
+        gaps = difference.name == "weights" and a.target.kind != b.target.kind and difference.change == "changed"
+        text = f"{difference.a} -> {difference.b}: on a GPU a tensor begins at a multiple of {ALIGNMENT} bytes"
+        yield replace(difference, note=text) if gaps else difference
     yield from compare_rows(
         "memory", *[{f"donated by {row.entry}": as_row(row, "entry") for row in manifest.donated} for manifest in (a, b)]
     )

@@ -207,7 +207,7 @@ def _summary(built: Built, model: str, seconds: float, stages: Table | None) -> 
         fields.append(("sizes", [summary.sizes(manifest, entry), *summary.axes(entry)]))
         if entry.dimensions:
             fields.append(("padding", [summary.padding(dimension) for dimension in entry.dimensions]))
-    fields.append(("memory", summary.memory(manifest)))
+    fields.append(("memory", summary.memory_lines(manifest)))
     if any(row.reason in ("baked", "folded") for row in manifest.frozen):  # these weights cannot be updated later
         fields.append(("update", overview.update(manifest)))
     fields.append(("files", summary.files(manifest)))

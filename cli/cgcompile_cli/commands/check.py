@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 MEANING = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
 COLOURS = {"refuse": "bold red", "host": "yellow", "note": "dim"}
 
+PER_SIZE = "every int_key has a program and code of its own: a build takes longer, and the bundle is larger"
+
 BRANCH, ONE_WAY = "data-dependent-branch", " of the path that the example inputs took"
 """The rule of a data-dependent branch or loop, and a text about the regions of a model with such a finding."""
 
@@ -116,7 +118,7 @@ def _head(report: Report, *, many: bool, assumed: bool) -> RenderableType:
         ("model", f"{report.name}, {target}{f'; {report.mode}' if report.mode else ''}"),
         *([("entry", report.entry)] if many else []),
         ("sizes", [sizes + example, *axes]),
-        *([("exported", f"per size: {safe(report.per_size)}")] if report.per_size else []),
+        *([("exported", [f"per size: {report.per_size}", PER_SIZE])] if report.per_size else []),
         ("findings", _summary(report)),
     ])  # fmt: skip
 

@@ -20,7 +20,7 @@ RECORDERS = {"host": "yes", "capture": "yes, captured", "cross-compile": "yes, c
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
-    """Show what is installed, and what this machine can build and run.
+    """Show what is installed, and what can be built and run here.
 
     For every target that this machine cannot build or run, this shows the
     reason, and what to install. It imports nothing, and uses no GPU.

@@ -17,7 +17,7 @@ from ..output import duration, listed, safe, say, show, table, write_json
 
 if TYPE_CHECKING:
     from cgbundle import Program
-    from cgbundle.format.schema import EntrySpec
+    from cgbundle.format.schema import EntrySpec, IntKey
     from cgbundle.tensors.tensor import Tensor
 
 VALUES = 4
@@ -82,6 +82,7 @@ def run(
     from cgbundle.validate.bundle import checked_manifest
     from cgcompile.bundle.arguments import constants
 
+    from ..int_keys import spell
     from ..summary import cut
 
     if inputs is not None and key is not None:
@@ -89,7 +90,8 @@ def run(
     if outputs is not None:
         _check_outputs(outputs, as_json)
     spec = entry_named(checked_manifest(bundle), entry)
-    input_tensors = _stored(bundle, spec, key) if inputs is None else _read(inputs, spec)
+    chosen = _chosen(spec, key)
+    input_tensors = _stored(bundle, spec, chosen) if inputs is None else _read(inputs, spec)
     begin = time.perf_counter()
     with cgbundle.load(bundle, threads=threads) as program:
         loaded = time.perf_counter()
@@ -132,6 +134,9 @@ def run(
         if fixed := constants(spec):
             say(safe(f"constants: {', '.join([f'{constant.name}={cut(repr(constant.value))}' for constant in fixed])}"))
         say(f"loaded in {duration(seconds['load'])}, the first call took {duration(seconds['replay'])}")
+        if inputs is None:
+            at = f" at int_key {spell(chosen)} (others: --size)" if chosen else ""
+            say(f"inputs: those of the self-test{at}; for your own: --inputs FILE")
 
 
 def _inputs_again(entry: EntrySpec, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
@@ -203,22 +208,27 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"values": [components if len(components) > 1 else components[0] for components in finite]}
 
 
-def _stored(path: str, entry: EntrySpec, key: str | None) -> list[Tensor]:
-    from cgbundle import self_test
+def _chosen(entry: EntrySpec, key: str | None) -> IntKey:
+    """Returns the int_key whose inputs are stored: that of --size, else the smallest.  Raises UsageError."""
     from cgbundle.errors import CallError
+
+    from ..int_keys import parse
+
+    if key is None:
+        return min(program.key for program in entry.programs)
+    try:
+        return parse(entry, key)
+    except CallError as error:
+        raise UsageError(f"--size selects among the stored inputs: {error}", OTHER_SIZES) from None
+
+
+def _stored(path: str, entry: EntrySpec, chosen: IntKey) -> list[Tensor]:
+    """Returns the inputs of the self-test at an int_key."""
+    from cgbundle import self_test
     from cgbundle.format.archive import Archive
     from cgbundle.format.file_names import SELF_TEST
     from cgbundle.validate.bundle import check_self_test
 
-    from .. import int_keys
-
-    if key is None:
-        chosen = min(program.key for program in entry.programs)
-    else:
-        try:
-            chosen = int_keys.parse(entry, key)
-        except CallError as error:
-            raise UsageError(f"--size selects among the stored inputs: {error}", OTHER_SIZES) from None
     bundle = Archive(path)
     check_self_test(bundle)
     with closing(bundle.mapped(SELF_TEST)) as stored:

@@ -49,7 +49,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         if entry.dimensions:
             fields.append(("padding", [summary.padding(dimension) for dimension in entry.dimensions]))
     fields += [
-        ("memory", summary.memory(manifest)),
+        ("memory", summary.memory_lines(manifest)),
         ("weights", summary.weights(manifest)),
         ("update", update(manifest)),
         *([("state", summary.state(manifest))] if summary.state(manifest) else []),

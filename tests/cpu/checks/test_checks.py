@@ -313,7 +313,7 @@ def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
     }  # fmt: skip
     assert {case[0].split()[1] for case in CASES} | rule_names == {
         explanation.name for explanation in explanations() if explanation.kind == "finding"
-    }
+    }, "add a new rule to CASES"
     assert {name(rule) for rule in RULES} <= {explanation.name for explanation in explanations()}, "what --allow and explain know"
 
 

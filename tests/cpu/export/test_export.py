@@ -23,6 +23,7 @@ from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
 from cgcompile.export.functionalization import functional, functional_form, size_in
 from cgcompile.export.signature.signature import describe_signature
+from cgcompile.export.torch_export import _guard
 from cgcompile.model.declared_sizes import assumed_sizes, declared_sizes
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source, sample
@@ -633,3 +634,9 @@ def test_parameters_of_another_class_become_torchs_over_the_same_memory() -> Non
     program = export(load_source(model, rows), {"batch": (1, 8)}).programs.first
     assert {type(value) for value in program.state_dict.values()} == {nn.Parameter}
     assert {value.data_ptr() for value in program.state_dict.values()} == {model.scale.data_ptr()}
+
+
+def test_a_condition_of_torch_is_told_in_words() -> None:
+    line = "Not all values of side = side in the specified range 32 <= side <= 64 satisfy the generated guard (side % 4) != 0."
+    assert _guard(line) == "torch.export needs (side % 4) != 0, which is not true for all sizes (32 <= side <= 64)"
+    assert _guard("side must be even") == "side must be even"

@@ -244,13 +244,39 @@ def test_bytes_both_ways(server: Server, eager: Any) -> None:
         ("GET", "/v2/models/other", 404, "no model 'other'; there are tiny"),
         ("GET", "/v2/models/tiny/versions/2", 404, "version '2' of 'tiny' does not serve; version 1 does"),
         ("POST", "/v2/models/tiny/versions/x/infer", 404, "version 'x' of 'tiny' does not serve; version 1 does"),
-        ("POST", "/v2/models/other/ready", 405, "Method Not Allowed"),
-        ("GET", "/nothing", 404, "Not Found"),
+        ("POST", "/v2/models/other/ready", 405, "/v2/models/other/ready: the method POST is not allowed; use GET"),
+        ("GET", "/nothing", 404, "no path /nothing; GET / lists the models and their paths"),
+        ("GET", "/v1", 404, "no path /v1; GET / lists the models and their paths"),
         ("POST", "/v2/models/tiny/infer", 400, "the request is not JSON: Expecting value: line 1 column 1 (char 0)"),
     ],
 )
 def test_errors_are_the_protocols(server: Server, method: str, path: str, status: int, message: str) -> None:
     assert Client(server.port).ask(method, path)[:2] == (status, {"error": message})
+
+
+def test_the_first_page_lists_the_paths(server: Server) -> None:
+    client = Client(server.port)
+    status, page, headers = client.ask("GET", "/")
+    assert status == 200 and headers["content-type"] == "application/json"
+    assert page["models"] == {"tiny": ["GET /v2/models/tiny", "POST /v2/models/tiny/infer"]} and "refused" not in page
+    methods_and_paths = [line.split() for line in (*page["models"]["tiny"], *page["paths"])]
+    for method, path in methods_and_paths:  # a path that does not exist would answer 404
+        assert client.ask(method, path, b"" if method == "POST" else None)[0] in (200, 400), path
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, 503, "no language model serves; "),
+        ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "no model 'other'; "),
+        ("/v1/embeddings", {"input": "a"}, 400, "no model answers at /v1/embeddings: it needs a tokenizer beside its bundle; "),
+    ],
+)
+def test_texts_for_a_server_of_tensors_are_sent_to_the_list(
+    server: Server, path: str, body: Any, status: int, message: str
+) -> None:
+    answered, reply, _ = Client(server.port).ask("POST", path, body)
+    assert (answered, reply["error"]["message"]) == (status, f"{message}GET / lists the models and their paths")
 
 
 def test_what_the_model_refuses_names_the_input(server: Server) -> None:

@@ -321,8 +321,15 @@ def test_other_paths(server: Running) -> None:
     assert server.ask("/v1/models")[1]["data"][0]["id"] == "script"
     assert server.ask("/v1/models/script")[1]["max_model_len"] == 120 and server.ask("/v1/models/other")[0] == 404
     status, reply, _ = server.ask("/v1/nothing")
-    assert status == 404 and reply["error"]["message"] == "Not Found"
-    assert server.ask("/v1/completions", None, "GET")[0] == 405
+    assert status == 404 and reply["error"]["message"] == "no path /v1/nothing; GET / lists the models and their paths"
+    status, reply, _ = server.ask("/v1/completions", None, "GET")
+    assert status == 405 and reply["error"]["message"] == "/v1/completions: the method GET is not allowed; use POST"
+
+
+def test_the_first_page_lists_the_paths_of_a_language_model(server: Running) -> None:
+    status, reply, _ = server.ask("/", None, "GET")
+    paths = [f"POST {path}" for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")]
+    assert status == 200 and reply["models"] == {"script": paths}
 
 
 # --- many requests, and disconnects ------------------------------------------------------------------------------------------

@@ -172,3 +172,75 @@ class Growing(torch.nn.Module):
 def test_a_buffer_that_grows_is_refused(tmp_path: Path) -> None:
     with raises("state-changed", match="to the buffer 'seen', which is"):
         cgcompile.build(Growing(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
+
+
+class Positioned(torch.nn.Module):
+    """A ring of rows: the position of the next one is a number of Python."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.ring, self.at = {"rows": torch.zeros(size, 8)}, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ring["rows"][self.at] = x[0]
+        self.at += 1
+        return x + self.ring["rows"].sum(0)
+
+
+class PositionedByATensor(torch.nn.Module):
+    """The cure: what the hint says, for both causes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(4, 8))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows.index_copy_(0, self.at, x[:1])
+        self.at += 1
+        return x + self.rows.sum(0)
+
+
+def test_an_attribute_that_changes_and_a_failed_export_are_both_told_with_what_to_do() -> None:
+    with raises("state-changed", match=r"changes 'at', which is not a buffer, and the export fails: .*a position") as caught:
+        cgcompile.check(Positioned(64), wide, sizes=[1, 4], target="cpu")
+    assert caught.value.hint.startswith("either can be the cause; for the attribute, register it as a buffer")
+    assert "for the export, " in caught.value.hint and "cache.index_copy_(0, position, row)" in caught.value.hint
+    cured = cgcompile.check(PositionedByATensor(), wide, sizes=[1, 4], target="cpu")
+    assert not [finding for finding in cured.findings if finding.severity == "refuse"]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_model_that_a_later_call_breaks_is_refused_with_its_line(size: int) -> None:
+    line = Positioned.forward.__code__.co_firstlineno + 1
+    with raises(
+        "eager-failed", match=rf"test_state.py:{line}: a repeated call of forward\(\) fails, .*: IndexError: index"
+    ) as caught:
+        cgcompile.check(Positioned(size), wide, sizes=[1, 4], target="cpu")
+    assert "position % size" in caught.value.hint
+
+
+class Widening(torch.nn.Module):
+    """The first call gives a buffer another dtype, or another shape."""
+
+    def __init__(self, first: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("seen", first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + x.mean(0)
+        return x + self.seen
+
+
+@pytest.mark.parametrize("first", [torch.zeros(8, dtype=torch.int32), torch.zeros(1, 8), torch.zeros(8)])
+def test_a_buffer_to_which_the_first_call_gives_another_dtype_or_shape_is_named(first: torch.Tensor) -> None:
+    checked = cgcompile.check(Widening(first), wide, sizes=[1, 4], target="cpu")
+    refusals = [finding for finding in checked.findings if finding.severity == "refuse"]
+    if first.dtype is torch.int32:
+        (finding,) = refusals
+        line = Widening.forward.__code__.co_firstlineno + 1
+        assert finding.rule == "earlier-calls" and finding.where.endswith(f"test_state.py:{line}")
+        assert finding.message.startswith("forward() assigns torch.float32 [8] to the buffer 'seen', which is torch.int32 [8] (")
+        assert "register a buffer of its dtype and shape" in finding.fix
+    else:
+        assert not refusals

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from cgcompile.pipeline.build import _padded
 from cgcompile.transforms.padding import proof
 from cgcompile.transforms.padding.proof import prove_padding
 from cgcompile.transforms.prepared import Prepared, prepare
+from cgcompile.util.padding_reasons import BAG_CURE, short_cure
 from tests.cpu.models import Batched, rows
 
 Sizes = dict[str, tuple[int, ...]]
@@ -91,6 +93,66 @@ def test_verdicts(function: Callable[[torch.Tensor], torch.Tensor], pad: str, ch
     verdict = decide(Batched(function), rows, {"batch": (1, 8)})["batch"]
     assert verdict[:2] == (pad, chunk), verdict[2]
     assert verdict[2], "every verdict has a reason"
+
+
+class Attending(torch.nn.Module):
+    """An encoder with a mask of `hidden` tokens, which forward() makes."""
+
+    def __init__(self, hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.embedding = torch.nn.Embedding(50, 16)
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, ids: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden(ids, other)
+        x = self.embedding(ids)
+        x, _ = self.attention(x, x, x, key_padding_mask=hidden)
+        return x.masked_fill(hidden[..., None], 0).sum(1) / (~hidden).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "other", "pad"),
+    [
+        (lambda ids, lengths: torch.arange(ids.shape[1]) >= lengths[:, None], "lengths", "no"),
+        (lambda ids, mask: ids == 1, "mask", "no"),
+        (lambda ids, mask: ids == 0, "mask", "zeros"),
+        (lambda ids, mask: ~mask, "mask", "zeros"),
+    ],
+    ids=["lengths", "token 1", "token 0", "input"],
+)
+def test_a_mask_that_forward_makes_hides_padding_only_if_zero_means_hidden(hidden: Any, other: str, pad: str) -> None:
+    """`short_cure` and the page of padding reasons say this."""
+
+    def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+        more = torch.randint(1, seq + 1, (batch,)) if other == "lengths" else torch.ones(batch, seq, dtype=torch.bool)
+        return torch.randint(2, 50, (batch, seq)), more
+
+    verdict = decide(Attending(hidden).eval(), inputs, {"batch": (1, 4), "seq": (8, 16)})["seq"]
+    assert verdict[0] == pad, verdict[2]
+    assert bool(short_cure(verdict[2])) or pad == "zeros"
+
+
+class Bags(torch.nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(50, 8, **options)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        return self.bag(ids, offsets)
+
+
+def test_bags_with_offsets_are_not_padded_and_rows_of_ids_are() -> None:
+    """`short_cure` says this."""
+    sizes = {"batch": (1, 8), "n": (16, 64)}
+
+    def with_offsets(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randint(0, 50, (n,)), torch.arange(batch) * (n // batch)
+
+    for pad, _, reason in decide(Bags(), with_offsets, sizes).values():
+        assert pad == "no" and short_cure(reason) == BAG_CURE, reason
+    by_row = decide(Bags(padding_idx=0), lambda batch, n: torch.randint(1, 50, (batch, n)), sizes)
+    assert (by_row["batch"][0], by_row["n"][0]) == ("rows", "zeros")
 
 
 class Pooled(torch.nn.Module):

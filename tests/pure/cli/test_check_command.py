@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 import cgcompile
 from cgbundle.format.schema import Finding
 from cgcompile.pipeline.records import RegionReport, Report
-from cgcompile_cli.commands.check import grouped
+from cgcompile_cli.commands.check import PER_SIZE, grouped
 from cgcompile_cli.main import app
 from tests.pure.cli.test_commands import without_torch
 
@@ -54,6 +54,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_report_says_that_sizes_are_exported_apart(call: Any) -> None:
     lines = call(replace(REPORT, per_size="m.py: the program is only valid from batch=2 to 8, not for 1")).stdout.splitlines()
     assert lines[3] == "exported  per size: m.py: the program is only valid from batch=2 to 8, not for 1"
+    assert lines[4] == f"          {PER_SIZE}"
 
 
 def test_buffers_that_one_line_writes_to_are_told_once_each() -> None:

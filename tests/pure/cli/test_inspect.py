@@ -513,10 +513,41 @@ def test_a_processors_features_are_told_by_its_level() -> None:
         assert shown == f"{description}, to run: libgomp.so.1", "nothing of torch's, but OpenMP's library"
 
 
+def test_the_bytes_of_weights_on_a_gpu_are_explained() -> None:
+    """Beside `weights 3 weights, 32 B`, which is what the CPU needs."""
+    base = tiny_bundle.manifest()
+    on_gpu = replace(base, target=replace(base.target, kind="cuda"), memories=(("weights", 1024), ("arena", 64)))
+    tensors = summary.size(summary.fixed_bytes(base))
+    gaps = f"weights: {tensors} of tensors; on a GPU each begins at a multiple of 256 bytes"
+    assert summary.memory_lines(on_gpu) == ["weights 1.0 KiB, arena 64 B", gaps]
+    assert summary.memory_lines(replace(on_gpu, target=base.target)) == ["weights 1.0 KiB, arena 64 B"]
+    assert summary.memory_lines(replace(on_gpu, memories=(("weights", summary.fixed_bytes(base)),))) == [f"weights {tensors}"]
+
+
+def test_files_whose_names_do_not_say_it_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
+    shown = re.sub(" +", " ", call("inspect", path).stdout)
+    assert " exam.safetensors the self-test: inputs and expected outputs, which `verify --run` and `run` replay\n" in shown
+    assert " weights.safetensors\n" in shown
+
+
 def test_a_dimension_that_takes_its_recorded_sizes_only_is_noted() -> None:
     dims = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why") for pad in ("rows", "zeros", "no")]
     (note,) = summary.unpadded(replace(tiny_bundle.manifest().entries[0], dimensions=tuple(dims)))
     assert note.startswith("no takes 2, 4 only: other sizes are refused") and "`cgcompile explain padding`" in note
+    assert "record the sizes of your calls too (--sizes no=2,4,N); " in note
+
+
+def test_the_note_of_a_sum_over_padded_elements_tells_how_to_hide_them() -> None:
+    """A mask that forward() makes from lengths hides none of the zeros that a call is padded with."""
+    reason = "softmax combines elements along seq (model.py:9: x = self.encoder(x, src_key_padding_mask=mask)); may change"
+    row = Dimension(name="seq", sizes=(8, 16), pad="no", chunk=False, reason=reason)
+    (note,) = summary.unpadded(replace(tiny_bundle.manifest().entries[0], dimensions=(row,)))
+    assert (
+        "(--sizes seq=8,16,N), or hide padded elements before that line: let inputs() give a mask that is True for real tokens"
+        in note
+    )
+    assert "key_padding_mask=~mask" in note and "\n" not in note
 
 
 def test_a_language_model_is_served_with_the_tokenizer_of_its_folder(tmp_path: Path) -> None:

@@ -82,6 +82,20 @@ def test_an_earlier_build_says_what_is_left(known: None, program: str) -> None:
     assert again.left("never seen", 1.0) is None and Estimate("a", "sm_90").left("lower", 5.0) is None
 
 
+@pytest.mark.parametrize("program", ["a", "b"])
+def test_a_build_from_the_cache_is_no_measure_for_the_next_one(known: None, program: str) -> None:
+    """After it, a new model had `about 2 s left` while it compiled for 25 s."""
+    cached = Estimate("a", "cpu")
+    with watching(quiet=False, estimate=cached) as watch:
+        assert watch is not None
+        for stage, seconds, text in (("export", 20.0, "9 nodes"), ("lower", 0.1, "host/model.so, 9 KiB, from the cache")):
+            watch(Event(stage=stage, state="done", text=text, seconds=seconds))
+    cached.keep()
+    again = Estimate(program, "cpu")
+    again.done("export", 20.0)
+    assert again.left("lower", 0.0) == Left(part=0.2, seconds=80.0)
+
+
 def test_no_time_is_shown_where_nothing_of_the_earlier_build_is_left(known: None, capsys: pytest.CaptureFixture[str]) -> None:
     first = Estimate("short end", "cpu")
     for stage, seconds in (("export", 20.0), ("lower", 70.0), ("verify", 0.1)):

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cgbundle.errors import MachineError
+from cgbundle.format.archive import read_manifest
 from cgbundle.format.safetensors import Mapped
 from cgbundle.loader import load
 from cgbundle.tensors.tensor import from_bytes
@@ -47,6 +48,33 @@ def test_size_picks_among_the_stored_inputs() -> None:
     assert "hint: inputs of another size: --inputs FILE" in result.stderr and "more --sizes" not in result.stderr
     named = call(STATE, "--size", "batch=2,bath=1")
     assert "no dimension 'bath'" in named.stderr
+
+
+def test_inputs_of_the_self_test_are_named_with_their_size(bundle: Path, tmp_path: Path) -> None:
+    smallest = min(program.key for program in read_manifest(str(bundle)).entries[0].programs)
+    shown = "x".join(map(str, smallest))
+    line = f"inputs: those of the self-test at int_key {shown} (others: --size); for your own: --inputs FILE\n"
+    assert line in call(bundle).stderr and line not in call(bundle, "--quiet").stderr
+    stored = tmp_path / "inputs.safetensors"
+    copied = subprocess.run(
+        [sys.executable, "-c", COPY, bundle, stored], env=os.environ | {"PYTHONPATH": str(ROOT / "bundles")}, check=True
+    )
+    assert copied.returncode == 0 and "inputs: those" not in call(bundle, "--inputs", stored).stderr
+
+
+COPY = """
+import sys
+from cgbundle import self_test
+from cgbundle.format.archive import Archive
+from cgbundle.format.safetensors_writer import write
+bundle = Archive(sys.argv[1])
+entry = bundle.manifest.entries[0]
+stored = bundle.mapped("exam.safetensors")
+tensors = self_test.inputs_of(stored, entry, min(program.key for program in entry.programs))
+with open(sys.argv[2], "wb") as file:
+    write(file, {spec.name: (value.dtype, value.shape, value.tobytes) for spec, value in zip(entry.inputs, tensors)})
+"""
+"""Writes the inputs of the self-test to a file, under their names."""
 
 
 def test_no_replays_are_no_repetition() -> None:

@@ -88,6 +88,14 @@ def test_a_broken_folder(folder: Path, what: str) -> None:
     assert caught.value.code == "folder-invalid" and message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_folder_without_a_tokenizer_is_told_how_to_get_one(folder: Path) -> None:
+    """A model that was saved by save_pretrained() was never downloaded."""
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError) as caught:
+        read_folder(str(folder))
+    assert caught.value.hint.endswith(f"or write it: tokenizer.save_pretrained({str(folder)!r})")
+
+
 def read(**changes: Any) -> ModelFolder:
     text = CONFIG | changes
     return ModelFolder(label="llama", name="llama", config=text, text=text, weight_bytes={"BF16": 2_500_000_000})

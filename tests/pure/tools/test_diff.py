@@ -337,6 +337,13 @@ def test_what_a_manifest_says(change: tiny_bundle.Change, expected: list[str], t
     assert {row.part for row in compare(b, a)} == {row.part for row in compare(a, b)}
 
 
+def test_the_bytes_of_weights_on_a_gpu_are_explained() -> None:
+    a = tiny_bundle.manifest()
+    b = replace(a, memories=(("weights", 1024),), target=replace(a.target, kind="cuda"))
+    (line,) = [line for line in lines(tuple(manifests.compare(a, b))) if line.startswith("memory: weights")]
+    assert line == "memory: weights: 32 -> 1024 bytes (+992): on a GPU a tensor begins at a multiple of 256 bytes"
+
+
 def strided(manifest: Manifest) -> Any:
     program = manifest.entries[0].programs[0]
     return replace(program, values=(replace(program.values[0], strides=(4, 1)), program.values[1]))

@@ -9,7 +9,9 @@ def test_of_several_entries_each_line_names_its_own_and_how_many_there_are() -> 
     lines: list[str] = []
     for tell in named_tells(lines.append, ["prefill", "decode"]):
         tell("compiling C++, 1 of 2 files")
-    assert lines == ["prefill, 1 of 2: compiling C++, 1 of 2 files", "decode, 2 of 2: compiling C++, 1 of 2 files"]
+    assert lines == [
+        "entry prefill (1 of 2): compiling C++, 1 of 2 files", "entry decode (2 of 2): compiling C++, 1 of 2 files",
+    ]  # fmt: skip
 
 
 def test_a_single_entry_is_not_named_in_lines() -> None:
