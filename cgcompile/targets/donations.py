@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from cgbundle.errors import did_you_mean
 from cgbundle.format.file_names import donating_programs
 from cgbundle.format.schema import Donation, Manifest, TensorSpec
-from cgbundle.format.size_expressions import evaluate
+from cgbundle.format.shapes import evaluate
 
 from ..errors import ModelError
 from ..model.source import DonationNames

@@ -12,7 +12,7 @@ import cgbundle
 from cgbundle.cuda import driver, graph_executor
 from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.format.file_names import SELF_TEST
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.gpu import outputs as gpu_outputs
 from cgbundle.gpu import threaded_copies
 from cgbundle.self_test import inputs_of

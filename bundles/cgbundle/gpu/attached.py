@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..cuda.background import PAUSE, QUIET, Background
 from ..cuda.driver import Context, Relaxed, call, driver_version
 from ..cuda.graph_executor import GraphExecutor
 from ..cuda.memory import Memories
@@ -18,8 +17,9 @@ from ..errors import BundleError, CallError, EntryMissing, MachineError, Program
 from ..format.archive import Archive
 from ..format.file_names import kernel_images
 from ..format.schema import MEMORIES, Engine, EngineTensor, Manifest
-from ..format.spans import dense, moving, span_of
-from ..tables.table import Move
+from ..format.shapes import dense, moving, span_of
+from ..format.table import Move
+from ..process import PAUSE, QUIET, Background
 from ..tensors.library import library_of
 from ..validate.contents import check_loaded
 from ..validate.engine import Key, check_engine_states, checked_table, decode_key, span_of_tensor

@@ -9,21 +9,21 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..cuda.background import ContextFuture
 from ..cuda.driver import Context, Relaxed, call, driver_version, free_bytes, require
-from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate
-from ..cuda.modules import Modules, states
+from ..cuda.kernels import Modules
+from ..cuda.memory import SMALLEST, WEIGHTS, Memories, Piece, allocate
+from ..cuda.upload import Upload, listed
 from ..errors import MachineError
 from ..format.archive import Archive
 from ..format.file_names import KERNELS, all_programs, donating_programs
 from ..format.file_names import WEIGHTS as FILE
 from ..format.schema import STATE, Manifest, Target
-from ..format.spans import span
-from ..weights.reads import Piece
-from ..weights.upload import Upload, listed
+from ..format.shapes import span
+from ..process import ContextFuture
 
 if TYPE_CHECKING:
-    from ..weights.host import HostWeights, InitialState, Relocation
+    from ..cpu.host_weights import HostWeights, InitialState, Relocation
+    from ..validate.module_state import ModuleState
 
 
 class DeviceBundle:
@@ -58,7 +58,11 @@ class DeviceBundle:
             pieces = listed(bundle)
             constants = any(region.kind == "host" and region.constants for region in manifest.regions)
             self.hosted = _host_weights(bundle) if constants else None
-            self._states = states(bundle)
+            self._states: tuple[ModuleState, ...] = ()
+            if manifest.module_state:
+                from ..validate.module_state import states  # few bundles have any
+
+                self._states = states(bundle)
             check_driver(manifest.target)
             if not isinstance(context, Context):  # before this, the context was being created
                 context = (context and context.take()) or Context(device)
@@ -67,7 +71,7 @@ class DeviceBundle:
             self.context = context
             self.relocation: Relocation | None = None
             if manifest.state_dimensions:
-                from ..weights.host import Relocation, gpu_room, resized  # few bundles have any
+                from ..cpu.host_weights import Relocation, gpu_room, resized  # few bundles have any
 
                 with context:
                     self.manifest = resized(manifest, rows, gpu_room(free_bytes(), dict(manifest.memories)))
@@ -75,7 +79,7 @@ class DeviceBundle:
             self.sizes = dict(self.manifest.memories)
             self.initial: InitialState | None = None
             if self.sizes.get(STATE):
-                from ..weights.host import InitialState  # few models keep state
+                from ..cpu.host_weights import InitialState  # few models keep state
 
                 self.initial = InitialState(bundle, self.manifest)
             self._cleanup = ExitStack()
@@ -132,7 +136,7 @@ class DeviceBundle:
 
 
 def _host_weights(bundle: Archive) -> HostWeights:
-    from ..weights.host import HostWeights  # few bundles have host regions that read weights
+    from ..cpu.host_weights import HostWeights  # few bundles have host regions that read weights
 
     return HostWeights(bundle.mapped(FILE))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..call.forks import FORKS, forked
 from ..call.locks import ExclusiveLock, closed
-from ..cuda.driver import Context, check, cu
-from ..cuda.stream_order import StreamOrder
+from ..cuda.driver import Context, StreamOrder, check, cu
+from ..process import FORKS, forked
 from .programs import BoundProgram, Programs
 
 if TYPE_CHECKING:

@@ -8,17 +8,15 @@ from ctypes import c_uint64
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cuda import memory
-from ..cuda.driver import Relaxed, call, check, cu
+from ..cuda.driver import Relaxed, StreamOrder, call, check, cu
 from ..cuda.graph_executor import GraphExecutor
-from ..cuda.launches import CopyingLaunch, Reader
+from ..cuda.kernels import CopyingLaunch, Modules, Reader
 from ..cuda.memory import HOST, Memories, Output
-from ..cuda.modules import Modules
-from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
 from ..format.records import replace
 from ..format.schema import MEMORIES, STATE, EntrySpec, Program, Step
-from ..format.spans import extent, span
-from ..tables.table import Move, Table
+from ..format.shapes import extent, span
+from ..format.table import Move, Table
 from .device_bundle import DeviceBundle
 from .outputs import DeviceOutputs, HostCopies, HostOutputs
 

@@ -14,12 +14,11 @@ from ..errors import BundleError
 from ..format import limits
 from ..format.safetensors import nbytes
 from ..format.schema import HOST, MEMORIES, PERSISTENT, Alias, EntrySpec, Manifest, Program, Value, Weight
-from ..format.size_expressions import evaluate, operands
-from ..format.spans import Cover, Spans, extent, is_dense, span
+from ..format.shapes import Cover, Spans, evaluate, extent, is_dense, operands, span
 from . import require, require_apart
 
 if TYPE_CHECKING:
-    from ..tables.table import Table
+    from ..format.table import Table
 
 
 def check_programs(manifest: Manifest, entry: EntrySpec) -> None:
@@ -333,7 +332,7 @@ def writable(manifest: Manifest, entry: EntrySpec, program: Program) -> Cover:
 def check_targets(table: Table, allowed: Cover) -> None:
     """Raises table-invalid if a memset or memcpy of any graph or body writes to weights, or to inputs or state outside `allowed`.
     Needs `check_recording`."""
-    from ..tables.table import MEMCPY, MEMSET
+    from ..format.table import MEMCPY, MEMSET
     from .recordings import node_path
 
     for number, (memory, begin, size) in enumerate(written(table)):

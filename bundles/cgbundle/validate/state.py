@@ -10,12 +10,12 @@ from ..errors import BundleError
 from ..format import limits
 from ..format.safetensors import ALIGNMENT
 from ..format.schema import DTYPES, HOST, MEMORIES, PERSISTENT, STATE, Alias, EntrySpec, Manifest, Program, Value
-from ..format.spans import extent, is_dense, layout, span
+from ..format.shapes import extent, is_dense, layout, span
 from . import require, require_apart, require_whole_calls
 from .programs import donated_by_others
 
 if TYPE_CHECKING:
-    from ..tables.table import Table
+    from ..format.table import Table
 
 
 def check_state(manifest: Manifest) -> None:

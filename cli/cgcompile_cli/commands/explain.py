@@ -92,7 +92,7 @@ def explain(
 def _all() -> tuple[Explanation, ...]:
     from cgcompile.util.explanations import explanations
 
-    return explanations({"cgcompile_cli": UsageError.catalogue})
+    return explanations({"cgcompile_cli": UsageError.catalogue()})
 
 
 def _plain(explanation: Explanation) -> dict[str, object]:

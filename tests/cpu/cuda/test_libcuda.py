@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import driver, graph_executor, launches, libcuda, stream_executor, structures
+from cgbundle.cuda import driver, graph_executor, kernels, libcuda, stream_executor
 from cgbundle.errors import MachineError
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import KernelNode
 from cgcompile.targets.requirements import compiler
@@ -30,16 +30,16 @@ SIZE, NEW = 5 << 33, 0xABCD << 32
 """More bytes than an int can hold; the handle that every call of the fake driver creates."""
 
 RECORDS = (
-    structures.KernelNodeParams, structures.MemsetNodeParams, structures.Memcpy3D, structures.LaunchAttributeValue,
-    structures.LaunchAttribute, structures.LaunchConfig, structures.EdgeData, structures.ConditionalNodeParams,
-    structures.AllocationProp, structures.AccessDesc, structures.IpcMemHandle,
+    libcuda.KernelNodeParams, libcuda.MemsetNodeParams, libcuda.Memcpy3D, libcuda.LaunchAttributeValue,
+    libcuda.LaunchAttribute, libcuda.LaunchConfig, libcuda.EdgeData, libcuda.ConditionalNodeParams,
+    libcuda.AllocationProp, libcuda.AccessDesc, libcuda.IpcMemHandle,
 )  # fmt: skip
 
 NODES = [0x10D << 36, 0x10E << 36]
 """Nodes that the fake driver's capture depends on."""
 
-ALLOCATION = structures.AllocationProp(type=1, requestedHandleTypes=1, location=structures.MemLocation(1, 2))
-ACCESS = structures.AccessDesc(location=structures.MemLocation(1, 2), flags=3)
+ALLOCATION = libcuda.AllocationProp(type=1, requestedHandleTypes=1, location=libcuda.MemLocation(1, 2))
+ACCESS = libcuda.AccessDesc(location=libcuda.MemLocation(1, 2), flags=3)
 """Memory of device 2 that is exported as a file descriptor, with read and write access for this device."""
 
 CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
@@ -126,7 +126,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuGraphConditionalHandleCreate", (A, B, 1, 2), "a0000000000 b0000000000 1 2", (0, NEW)),
     ("cuGraphAddDependencies", (A, [B, C], [C, D], None), "a0000000000 b0000000000 c0000000000 d0000000000 2", 0),
     (
-        "cuGraphAddDependencies", (A, [B, C], [C, D], [structures.EdgeData(), structures.EdgeData(from_port=1, to_port=2, type=3)]),
+        "cuGraphAddDependencies", (A, [B, C], [C, D], [libcuda.EdgeData(), libcuda.EdgeData(from_port=1, to_port=2, type=3)]),
         "a0000000000 c0000000000 d0000000000 1,2,3 2", 0,
     ),
     ("cuGraphInstantiate", (A, libcuda.INSTANTIATE_USE_NODE_PRIORITY), "a0000000000 1", (0, NEW)),
@@ -219,20 +219,20 @@ def table() -> Table:
 
 
 @pytest.fixture
-def handles() -> launches.Launches:
-    stub = launches.Launches.__new__(launches.Launches)
+def handles() -> kernels.Launches:
+    stub = kernels.Launches.__new__(kernels.Launches)
     stub.functions, stub.params = [A, B], [C, D]
     return stub
 
 
-def test_a_kernel_launch_arrives(table: Table, handles: launches.Launches, cu: libcuda.Driver, log: Callable[[], str]) -> None:
+def test_a_kernel_launch_arrives(table: Table, handles: kernels.Launches, cu: libcuda.Driver, log: Callable[[], str]) -> None:
     for row, address, stream, rest in ((0, C, 7, f" {ARRIVED}"), (1, D, 0, "")):
         stream_executor._kernel_step(table, row, handles, "")(stream)
         function, grid, threads = handles.functions[table.function[row]], table.grid_x[row], table.threads_x[row]
         assert log() == f"{grid},1,1 {threads},1,1 0 {stream:x} {function:x} {address:x} 0{rest}"
 
 
-def test_a_kernel_node_arrives(table: Table, handles: launches.Launches, cu: libcuda.Driver, log: Callable[[], str]) -> None:
+def test_a_kernel_node_arrives(table: Table, handles: kernels.Launches, cu: libcuda.Driver, log: Callable[[], str]) -> None:
     params = graph_executor._kernel_params(table, handles)
     for row, address in ((0, C), (1, D)):
         assert cu.cuGraphAddKernelNode(A, None, 0, params(row)) == (0, NEW)
@@ -241,7 +241,7 @@ def test_a_kernel_node_arrives(table: Table, handles: launches.Launches, cu: lib
         assert log() == f"{A:x} 0 0 {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0 0 0"
         assert cu.cuGraphExecKernelNodeSetParams(C, D, params(row)) == 0
         assert log() == f"{C:x} {D:x} {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0"
-    for number, value in launches.attributes(table, 0):
+    for number, value in kernels.attributes(table, 0):
         assert cu.cuGraphKernelNodeSetAttribute(B, number, value) == 0
     assert log() == "".join(f"{B:x} {attribute}" for attribute in ARRIVED.split(" "))
 
@@ -250,19 +250,19 @@ def test_copies_and_fills_arrive(table: Table, cu: libcuda.Driver, log: Callable
     source, target = (4 << 40) + table.memcpy_offset[0], (4 << 40) + table.memcpy_offset[1]
     assert source != target
     copied = f"2 2 {source:x} {target:x} 40 4 1 40 {table.memcpy_pitch[1]:x} 40 {table.memcpy_pitch[3]:x}"
-    params = launches.copy_params(table, 0, BASES)
+    params = kernels.copy_params(table, 0, BASES)
     assert (cu.cuGraphAddMemcpyNode(A, None, 0, params, B), log()) == ((0, NEW), f"{copied} {A:x} 0 0 {B:x}")
     assert (cu.cuMemcpy3DAsync(params, 7), log()) == (0, f"{copied} 7")
     assert (cu.cuGraphExecMemcpyNodeSetParams(A, B, params, C), log()) == (0, f"{copied} {A:x} {B:x} {C:x}")
     fill = graph_executor._memset_params(table, 0, BASES)
-    value = launches.memset_value(table, 0)
+    value = kernels.memset_value(table, 0)
     assert cu.cuGraphAddMemsetNode(A, None, 0, fill, B) == (0, NEW)
     assert log() == f"{A:x} 0 0 {4 << 40:x} {fill.pitch:x} {value:x} {fill.elementSize:x} {fill.width:x} {fill.height:x} {B:x}"
 
 
 @pytest.mark.parametrize("loop", [False, True])
 def test_a_conditional_node_arrives(loop: bool, cu: libcuda.Driver, log: Callable[[], str]) -> None:
-    params = structures.ConditionalNodeParams(type=libcuda.NODE_TYPE_CONDITIONAL)
+    params = libcuda.ConditionalNodeParams(type=libcuda.NODE_TYPE_CONDITIONAL)
     params.conditional.handle, params.conditional.size, params.conditional.ctx = C, 2, D
     params.conditional.type = libcuda.CONDITION_WHILE if loop else libcuda.CONDITION_IF
     assert cu.cuGraphAddConditionalNode(A, None, 0, params) == (0, NEW)

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cgbundle.errors import MachineError
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.loader import load
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile_cli import main

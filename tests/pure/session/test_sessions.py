@@ -17,10 +17,10 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.tables.module_state import Address, ModuleState, Relocation
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate import contents
 from cgbundle.validate.manifest import check_manifest
+from cgbundle.validate.module_state import Address, ModuleState, Relocation
 from tests.helpers.bundles import state_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs

@@ -17,13 +17,14 @@ from ..format.archive import Archive
 from ..format.file_names import WEIGHTS
 from ..format.limits import STATE_ROWS
 from ..format.records import replace
-from ..format.safetensors import ALIGNMENT, Mapped
+from ..format.safetensors import ALIGNMENT
+from ..format.safetensors_files import Mapped
 from ..format.schema import MEMORIES, STATE, Manifest, StateDimension, Weight
-from ..format.spans import span
+from ..format.shapes import span
 
 if TYPE_CHECKING:
-    from ..tables.table import Table
-    from .update import Contents
+    from ..call.update import Contents
+    from ..format.table import Table
 
 CACHE_LINE = 64  # bytes: a cache line, and AOTInductor's alignment of constants (AOTI_CONST_ALIGNMENT)
 

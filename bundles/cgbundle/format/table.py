@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import BundleError
-from ..format.limits import TABLE_BYTES, TABLE_ROWS
-from ..format.schema import MEMORIES
+from .limits import TABLE_BYTES, TABLE_ROWS
+from .schema import MEMORIES
 
 Data = bytes | bytearray | memoryview
 
