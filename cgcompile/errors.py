@@ -14,7 +14,7 @@ class BuildError(CgbundleError):
     """A build, a check or a tool failed: wrong usage, a problem of the environment, or a defect of cgcompile."""
 
     @classmethod
-    def catalogue(cls) -> Mapping[str, Cause]:
+    def _causes(cls) -> Mapping[str, Cause]:
         return CATALOGUE
 
 

@@ -22,13 +22,13 @@ class CgbundleError(Exception):
 
     def __init__(self, code: str, message: str, hint: str = "") -> None:
         super().__init__(one_line(message) if self.escaped else message)
-        cause = self.catalogue()[code]
+        cause = self._causes()[code]
         self.code, self.exit_code, self.hint = code, cause.exit_code, hint or cause.hint
         if self.hint:
             self.add_note(f"hint: {self.hint}")  # a traceback shows it
 
     @classmethod
-    def catalogue(cls) -> Mapping[str, Cause]:
+    def _causes(cls) -> Mapping[str, Cause]:
         """The causes of errors of this class, by code."""
         from .catalogue import CATALOGUE  # no load needs it
 

@@ -21,7 +21,7 @@ from .call.outputs import View
 from .call.warmup import inputs_of as inputs_of
 from .errors import BundleError, CallError, CgbundleError
 from .format import safetensors_files
-from .format.file_names import FORWARD, SELF_TEST, ComparedTensor, donating_programs, is_exact, self_test_entry, self_test_tensors
+from .format.file_names import FORWARD, SELF_TEST, ComparedTensor, is_exact, self_test_entry, self_test_tensors
 from .format.safetensors_files import Mapped, stored
 from .format.schema import DTYPES, STATE, Dimension, EntrySpec, Proof
 from .format.shapes import span
@@ -31,6 +31,7 @@ from .program import Program
 from .tensors import comparison
 from .tensors.comparison import describe, difference, nearest
 from .tensors.tensor import Tensor, copy, empty, from_bytes
+from .validate.state import donating_programs
 
 POISON = 0xFF  # fills memory that a replay must write before it reads it: NaN, or -1
 BITS = "bits"

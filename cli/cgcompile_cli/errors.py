@@ -44,7 +44,7 @@ class UsageError(CgbundleError):
         super().__init__("usage", message, hint)
 
     @classmethod
-    def catalogue(cls) -> Mapping[str, Cause]:
+    def _causes(cls) -> Mapping[str, Cause]:
         return CATALOGUE
 
 

@@ -27,7 +27,7 @@ from cgcompile_cli.errors import hint as spelled
 from tests.helpers.places import ROOT
 
 PACKAGE = Path(inspect.getfile(cgbundle)).parent
-CATALOGUES = (cgbundle.catalogue.CATALOGUE, cgcompile.errors.CATALOGUE, cgcompile_cli.errors.UsageError.catalogue())
+CATALOGUES = (cgbundle.catalogue.CATALOGUE, cgcompile.errors.CATALOGUE, cgcompile_cli.errors.CATALOGUE)
 ROWS = {code: row for catalogue in CATALOGUES for code, row in catalogue.items()}
 SOURCES = ("bundles/cgbundle", "cgcompile", "cli/cgcompile_cli")
 
@@ -99,7 +99,7 @@ def test_every_code_says_what_it_means(code: str, row: Cause) -> None:
     assert row.meaning.endswith(".") and len(row.meaning.split()) < 30
     assert row.exit_code in (1, 2)
     assert row.hint and "\n" not in row.hint and not row.hint.endswith(".")
-    assert row.error in CLASSES and KINDS[row.error].catalogue()[code] is row
+    assert row.error in CLASSES and KINDS[row.error]._causes()[code] is row
 
 
 def test_no_two_errors_have_one_code() -> None:

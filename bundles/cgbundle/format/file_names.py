@@ -1,13 +1,12 @@
-"""Names of a bundle's entries and files, which programs donate to each other, and the tensors that a self-test compares. Pure."""
+"""Names of a bundle's entries and files, and the tensors that a self-test compares. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from ..errors import CallError, EntryMissing, did_you_mean
 from .records import dataclass
-from .schema import Donation, EntrySpec, Manifest, Program, TensorSpec, Weight
-from .shapes import layout
+from .schema import EntrySpec, Manifest, Program, TensorSpec, Weight
 
 FORWARD = "forward"  # the entry of a model that names none; calls of the program itself go to it
 MANIFEST = "manifest.json"
@@ -112,23 +111,6 @@ def recordings(manifest: Manifest) -> set[str]:
 
 def host_regions(entry: EntrySpec) -> set[int]:
     return {step.region for program in entry.programs for step in program.steps if step.kind == "host"}
-
-
-def donating_programs(manifest: Manifest) -> Iterator[tuple[Donation, int, int]]:
-    """Yields (donation, source program, target program) for programs whose output and input have the same layout. Programs are
-    counted over all entries. The donations must be valid."""
-    first, numbers = 0, {}
-    for entry in manifest.entries:
-        numbers[entry.name] = first, entry
-        first += len(entry.programs)
-    for donation in manifest.donations:
-        (begin, source), (start, target) = numbers[donation.source], numbers[donation.target]
-        readers: dict[object, list[int]] = {}
-        for number, program in enumerate(target.programs, start):
-            readers.setdefault(layout(program.values[program.inputs[donation.input]]), []).append(number)
-        for number, program in enumerate(source.programs, begin):
-            for reader in readers.get(layout(program.values[program.outputs[donation.output]]), ()):
-                yield donation, number, reader
 
 
 # --- the tensors that a self-test compares --------------------------------------------------------------------------------

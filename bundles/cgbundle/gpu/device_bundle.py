@@ -15,22 +15,22 @@ from ..cuda.memory import SMALLEST, WEIGHTS, Memories, Piece, allocate
 from ..cuda.upload import Upload, listed
 from ..errors import MachineError
 from ..format.archive import Archive
-from ..format.file_names import KERNELS, all_programs, donating_programs
+from ..format.file_names import KERNELS, all_programs
 from ..format.file_names import WEIGHTS as FILE
-from ..format.schema import STATE, Manifest, Target
-from ..format.shapes import span
+from ..format.schema import STATE, Target
 from ..process import ContextFuture
 
 if TYPE_CHECKING:
-    from ..cpu.host_weights import HostWeights, InitialState, Relocation
+    from ..cpu.host_weights import HostWeights, InitialState
     from ..validate.module_state import ModuleState
+    from .moves import Relocation
 
 
 class DeviceBundle:
     """A bundle on GPU `device`; parameters and errors as for `CudaBackend`. It has one share, more by `retain`; the last `release`
     frees it. Hold `lock` to create graphs or load modules, `updating` to change weights or create a session over them. `hosted`:
     weights of host regions, or None. `programs` of all entries, `entries` the entry of each, `shared_files` recordings of several
-    steps, `donated` places of donated inputs (see `donated_places`), `relocation` of state that was moved."""
+    steps, `donated` places of donated inputs (see `moves.donated_places`), `relocation` of state that was moved."""
 
     def __init__(
         self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | ContextFuture | None,
@@ -43,7 +43,11 @@ class DeviceBundle:
         self.programs = list(all_programs(manifest))
         files = Counter(step.file for program in self.programs for step in program.steps if step.file)
         self.shared_files = {file for file, times in files.items() if times > 1}
-        self.donated = donated_places(manifest)
+        self.donated: dict[int, dict[int, dict[int, int]]] = {}
+        if manifest.donations:
+            from .moves import donated_places  # few bundles have any
+
+            self.donated = donated_places(manifest)
         self.lock = threading.RLock()  # reentrant: a session may be collected, and release its share, at any point of this thread
         self.updating, self.updated = threading.RLock(), False
         self._shares = 1
@@ -71,7 +75,8 @@ class DeviceBundle:
             self.context = context
             self.relocation: Relocation | None = None
             if manifest.state_dimensions:
-                from ..cpu.host_weights import Relocation, gpu_room, resized  # few bundles have any
+                from ..cpu.host_weights import gpu_room, resized  # few bundles have any
+                from .moves import Relocation
 
                 with context:
                     self.manifest = resized(manifest, rows, gpu_room(free_bytes(), dict(manifest.memories)))
@@ -139,18 +144,6 @@ def _host_weights(bundle: Archive) -> HostWeights:
     from ..cpu.host_weights import HostWeights  # few bundles have host regions that read weights
 
     return HostWeights(bundle.mapped(FILE))
-
-
-def donated_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
-    """{program: {input position: {offset in memory arena: source program}}} of donated outputs of other entries. Outputs of the
-    same entry are copied, because the call overwrites them."""
-    programs = all_programs(manifest)
-    places: dict[int, dict[int, dict[int, int]]] = {}
-    for donation, source, target in donating_programs(manifest):
-        value = programs[source].values[programs[source].outputs[donation.output]]
-        if donation.source != donation.target and span(value):
-            places.setdefault(target, {}).setdefault(donation.input, {})[value.offset] = source
-    return places
 
 
 # --- whether a bundle can run here: checked before anything is put on the GPU ---------------------------------------------

@@ -62,7 +62,7 @@ def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[We
 def check_tables(bundle: Archive) -> None:
     """Raises table-invalid unless recordings and module states are valid, and each recording has its program's int_key."""
     from ..format.table import Table  # a cpu bundle has no tables
-    from .programs import check_overwrites, check_targets, check_untouched, donated_by_others, writable
+    from .programs import check_overwrites, check_targets, writable
     from .recordings import PEER, check_recording
 
     manifest = bundle.manifest
@@ -72,7 +72,6 @@ def check_tables(bundle: Archive) -> None:
         return check_engine_tables(bundle)
     memories, images = graph_memories(manifest.memories), file_names.kernel_images(manifest)
     for entry in manifest.entries:
-        donated = donated_by_others(manifest, entry.name)
         for program in entry.programs:
             allowed = writable(manifest, entry, program)
             for place, step in enumerate(program.steps):
@@ -85,7 +84,9 @@ def check_tables(bundle: Archive) -> None:
 
                     exchanges(table, manifest.world)
                 if manifest.donated:
-                    check_untouched(table, donated)
+                    from .state import check_untouched, donated_by_others  # few models have donations
+
+                    check_untouched(table, donated_by_others(manifest, entry.name))
                 if tuple(table.key) != program.key:
                     text = f"key: {tuple(table.key)}, the manifest uses it for {program.key}"
                     raise BundleError("table-invalid", f"{step.file}: {text}")

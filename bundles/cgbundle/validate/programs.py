@@ -306,7 +306,7 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
         if index is not None:
             text = f"a node writes over value {index}, which {_reader(program, last[index])}"
             raise BundleError("table-invalid", f"{table.where}: {text}")
-    for memory, begin in _points(table):
+    for memory, begin in points(table):
         index = living.over(memory, begin, begin + 1)
         if index is not None and step_spans.over(memory, begin, begin + 1) is None:
             text = f"a node uses value {index}, which {_reader(program, last[index])}, and the step does not name it"
@@ -343,20 +343,6 @@ def check_targets(table: Table, allowed: Cover) -> None:
             raise BundleError("table-invalid", f"{where}: {text}")
 
 
-def check_untouched(table: Table, reserved: Spans) -> None:
-    """Raises table-invalid if the recording uses the arena's parts for donated outputs of other entries."""
-    for memory, begin, size in (*written(table), *[(memory, begin, 1) for memory, begin in _points(table)]):
-        if reserved.over(memory, begin, begin + size) is not None:
-            text = f"a node uses byte {begin} of memory {memory}, which is reserved for another entry"
-            raise BundleError("table-invalid", f"{table.where}: {text}")
-
-
-def donated_by_others(manifest: Manifest, entry: str) -> Spans:
-    """The parts of memory arena for outputs that other entries donate."""
-    rows = enumerate(manifest.donated)
-    return Spans(("arena", row.offset, row.offset + row.bytes, number) for number, row in rows if row.entry != entry)
-
-
 def _last_reads(program: Program) -> dict[int, int]:
     """The last step that reads each value; the number of steps for an output of the call."""
     last = {index: place for place, step in enumerate(program.steps) for index in step.inputs}
@@ -367,7 +353,7 @@ def _reader(program: Program, place: int) -> str:
     return "is an output of the call" if place == len(program.steps) else f"steps[{place}] reads"
 
 
-def _points(table: Table) -> Iterator[tuple[str, int]]:
+def points(table: Table) -> Iterator[tuple[str, int]]:
     """(memory, offset) of every kernel argument and every source of a memcpy."""
     rows = zip(table.relocation_memory, table.relocation_offset, strict=True)
     for memory, offset in sorted({*rows, *zip(table.memcpy_memory[::2], table.memcpy_offset[::2], strict=True)}):
