@@ -11,7 +11,7 @@ from ..format.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table, invalid
 from . import libcuda
 from .driver import Context, call, check, cu
 from .kernels import INPUTS, CopyingLaunch, Launches, Modules, Reader, attributes, copy_params, describe, memset_value, rows
-from .libcuda import ConditionalNodeParams, EdgeData, KernelNodeParams, Memcpy3D, MemsetNodeParams
+from .structures import ConditionalNodeParams, EdgeData, KernelNodeParams, Memcpy3D, MemsetNodeParams
 
 PRIORITY = 8  # a launch attribute that needs a flag at instantiation
 READERS = 6

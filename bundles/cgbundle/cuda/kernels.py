@@ -19,7 +19,8 @@ from ..format.schema import MEMORIES
 from ..format.table import KERNEL, Table
 from ..validate.contents import check_elf
 from .driver import call, cu
-from .libcuda import MEMORY_TYPE_DEVICE, KernelNodeParams, LaunchAttributeValue, Memcpy3D
+from .libcuda import MEMORY_TYPE_DEVICE
+from .structures import KernelNodeParams, LaunchAttributeValue, Memcpy3D
 
 if TYPE_CHECKING:
     from ..validate.module_state import ModuleState

@@ -1,5 +1,5 @@
-"""Bindings of the CUDA driver's functions in libcuda.so.1, and their structures. The package cuda-bindings is not used: its import
-takes 0.1 s. Layouts, types and numbers are those of cuda.h; symbols with a version never change, and are looked up on
+"""Bindings of the CUDA driver's functions in libcuda.so.1; structures.py has the structures. The package cuda-bindings is not used:
+its import takes 0.1 s. Layouts, types and numbers are those of cuda.h; symbols with a version never change, and are looked up on
 first use. `Driver` has the functions by cuda.h's names: those without results return their error (0 for success), others a tuple of
 the error and the results. Handles and addresses are integers; calls release the interpreter's lock."""
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
+    from .structures import EdgeData
 
 LIBRARY = "libcuda.so.1"
 _RTLD_NOW = 2
@@ -40,99 +41,6 @@ class _Out:
 
 _HANDLE, _NUMBER, _BYTES, _MILLISECONDS, _TEXT = map(_Out, (_Address, _Int, _Size, ctypes.c_float, ctypes.c_char_p))
 
-
-# --- structures, as cuda.h declares them --------------------------------------------------------------------------------
-
-
-class IpcMemHandle(ctypes.Structure):
-    """CUipcMemHandle: identifies an allocation for other processes."""
-
-    _fields_ = (("reserved", ctypes.c_byte * 64),)
-
-
-class KernelNodeParams(ctypes.Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
-    _fields_ = (
-        ("func", _Pointer), ("gridDimX", _Unsigned), ("gridDimY", _Unsigned), ("gridDimZ", _Unsigned),
-        ("blockDimX", _Unsigned), ("blockDimY", _Unsigned), ("blockDimZ", _Unsigned), ("sharedMemBytes", _Unsigned),
-        ("kernelParams", _Pointer), ("extra", _Pointer), ("kern", _Pointer), ("ctx", _Pointer),
-    )  # fmt: skip
-
-
-class MemsetNodeParams(ctypes.Structure):  # CUDA_MEMSET_NODE_PARAMS_v1
-    _fields_ = (
-        ("dst", _Address), ("pitch", _Size), ("value", _Unsigned), ("elementSize", _Unsigned), ("width", _Size), ("height", _Size),
-    )  # fmt: skip
-
-
-class Memcpy3D(ctypes.Structure):  # CUDA_MEMCPY3D_v2
-    _fields_ = (
-        ("srcXInBytes", _Size), ("srcY", _Size), ("srcZ", _Size), ("srcLOD", _Size), ("srcMemoryType", _Int),
-        ("srcHost", _Pointer), ("srcDevice", _Address), ("srcArray", _Pointer), ("reserved0", _Pointer),
-        ("srcPitch", _Size), ("srcHeight", _Size),
-        ("dstXInBytes", _Size), ("dstY", _Size), ("dstZ", _Size), ("dstLOD", _Size), ("dstMemoryType", _Int),
-        ("dstHost", _Pointer), ("dstDevice", _Address), ("dstArray", _Pointer), ("reserved1", _Pointer),
-        ("dstPitch", _Size), ("dstHeight", _Size),
-        ("WidthInBytes", _Size), ("Height", _Size), ("Depth", _Size),
-    )  # fmt: skip
-
-
-class LaunchAttributeValue(ctypes.Union):
-    """CUlaunchAttributeValue, also CUkernelNodeAttrValue. Recorded attributes use up to three 32-bit words of it, or two bytes."""
-
-    _fields_ = (("pad", _Byte * 64), ("_aligned", ctypes.c_uint64))
-
-
-class LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute
-    _fields_ = (("id", _Int), ("pad", _Byte * 4), ("value", LaunchAttributeValue))
-
-
-class LaunchConfig(ctypes.Structure):  # CUlaunchConfig
-    _fields_ = (
-        ("gridDimX", _Unsigned), ("gridDimY", _Unsigned), ("gridDimZ", _Unsigned),
-        ("blockDimX", _Unsigned), ("blockDimY", _Unsigned), ("blockDimZ", _Unsigned), ("sharedMemBytes", _Unsigned),
-        ("hStream", _Pointer), ("attrs", POINTER(LaunchAttribute)), ("numAttrs", _Unsigned),
-    )  # fmt: skip
-
-
-class EdgeData(ctypes.Structure):  # CUgraphEdgeData
-    _fields_ = (("from_port", _Byte), ("to_port", _Byte), ("type", _Byte), ("reserved", _Byte * 5))
-
-
-class ConditionalParams(ctypes.Structure):
-    """CUDA_CONDITIONAL_NODE_PARAMS.  `phGraph_out` is the driver's array of the graphs of the bodies."""
-
-    _fields_ = (
-        ("handle", ctypes.c_uint64), ("type", _Int), ("size", _Unsigned), ("phGraph_out", POINTER(_Address)), ("ctx", _Pointer),
-    )  # fmt: skip
-
-
-class ConditionalNodeParams(ctypes.Structure):
-    """CUgraphNodeParams, of whose union one member is needed."""
-
-    _fields_ = (
-        ("type", _Int), ("reserved0", _Int * 3), ("conditional", ConditionalParams),
-        ("reserved1", ctypes.c_int64 * 25), ("reserved2", ctypes.c_int64),
-    )  # fmt: skip
-
-
-class MemLocation(ctypes.Structure):  # CUmemLocation
-    _fields_ = (("type", _Int), ("id", _Int))
-
-
-class AllocationProp(ctypes.Structure):  # CUmemAllocationProp
-    _fields_ = (
-        ("type", _Int), ("requestedHandleTypes", _Int), ("location", MemLocation), ("win32HandleMetaData", _Pointer),
-        ("allocFlags", _Byte * 8),
-    )  # fmt: skip
-
-
-class AccessDesc(ctypes.Structure):  # CUmemAccessDesc
-    _fields_ = (("location", MemLocation), ("flags", _Int))
-
-
-# --- functions ----------------------------------------------------------------------------------------------------------
-
-
 FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuInit": ("cuInit", (_Unsigned,)),
     "cuDriverGetVersion": ("cuDriverGetVersion", (_NUMBER,)),
@@ -152,11 +60,11 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuMemFreeAsync": ("cuMemFreeAsync", (_Pointer, _Pointer)),
     "cuMemAddressReserve": ("cuMemAddressReserve", (_HANDLE, _Size, _Size, _Address, ctypes.c_ulonglong)),
     "cuMemAddressFree": ("cuMemAddressFree", (_Address, _Size)),
-    "cuMemCreate": ("cuMemCreate", (_HANDLE, _Size, POINTER(AllocationProp), ctypes.c_ulonglong)),
+    "cuMemCreate": ("cuMemCreate", (_HANDLE, _Size, "AllocationProp", ctypes.c_ulonglong)),
     "cuMemRelease": ("cuMemRelease", (_Address,)),
     "cuMemMap": ("cuMemMap", (_Address, _Size, _Size, _Address, ctypes.c_ulonglong)),
     "cuMemUnmap": ("cuMemUnmap", (_Address, _Size)),
-    "cuMemSetAccess": ("cuMemSetAccess", (_Address, _Size, POINTER(AccessDesc), _Size)),
+    "cuMemSetAccess": ("cuMemSetAccess", (_Address, _Size, "AccessDesc", _Size)),
     "cuMemExportToShareableHandle": ("cuMemExportToShareableHandle", (_NUMBER, _Address, _Int, ctypes.c_ulonglong)),
     "cuMemImportFromShareableHandle": ("cuMemImportFromShareableHandle", (_HANDLE, _Pointer, _Int)),
     "cuMemcpyPeerAsync": ("cuMemcpyPeerAsync", (_Address, _Pointer, _Address, _Pointer, _Size, _Pointer)),
@@ -171,7 +79,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuMemcpyHtoDAsync": ("cuMemcpyHtoDAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
     "cuMemcpyDtoHAsync": ("cuMemcpyDtoHAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
     "cuMemcpyDtoDAsync": ("cuMemcpyDtoDAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
-    "cuMemcpy3DAsync": ("cuMemcpy3DAsync_v2", (POINTER(Memcpy3D), _Pointer)),
+    "cuMemcpy3DAsync": ("cuMemcpy3DAsync_v2", ("Memcpy3D", _Pointer)),
     "cuMemsetD8Async": ("cuMemsetD8Async", (_Pointer, _Byte, _Size, _Pointer)),
     "cuMemsetD16Async": ("cuMemsetD16Async", (_Pointer, ctypes.c_ushort, _Size, _Pointer)),
     "cuMemsetD32Async": ("cuMemsetD32Async", (_Pointer, _Unsigned, _Size, _Pointer)),
@@ -196,28 +104,28 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuFuncSetAttribute": ("cuFuncSetAttribute", (_Pointer, _Int, _Int)),
     "cuFuncGetParamInfo": ("cuFuncGetParamInfo", (_Pointer, _Size, _BYTES, _BYTES)),
     "cuOccupancyMaxActiveBlocks": ("cuOccupancyMaxActiveBlocksPerMultiprocessor", (_NUMBER, _Pointer, _Int, _Size)),
-    "cuLaunchKernelEx": ("cuLaunchKernelEx", (POINTER(LaunchConfig), _Pointer, _Pointer, _Pointer)),
+    "cuLaunchKernelEx": ("cuLaunchKernelEx", ("LaunchConfig", _Pointer, _Pointer, _Pointer)),
     "cuGraphCreate": ("cuGraphCreate", (_HANDLE, _Unsigned)),
     "cuGraphClone": ("cuGraphClone", (_HANDLE, _Pointer)),
     "cuGraphDestroy": ("cuGraphDestroy", (_Pointer,)),
     "cuGraphDestroyNode": ("cuGraphDestroyNode", (_Pointer,)),
     "cuGraphNodeFindInClone": ("cuGraphNodeFindInClone", (_HANDLE, _Pointer, _Pointer)),
-    "cuGraphAddKernelNode": ("cuGraphAddKernelNode_v2", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(KernelNodeParams))),
-    "cuGraphAddMemsetNode": ("cuGraphAddMemsetNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(MemsetNodeParams), _Pointer)),
-    "cuGraphAddMemcpyNode": ("cuGraphAddMemcpyNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(Memcpy3D), _Pointer)),
+    "cuGraphAddKernelNode": ("cuGraphAddKernelNode_v2", (_HANDLE, _Pointer, _Pointer, _Size, "KernelNodeParams")),
+    "cuGraphAddMemsetNode": ("cuGraphAddMemsetNode", (_HANDLE, _Pointer, _Pointer, _Size, "MemsetNodeParams", _Pointer)),
+    "cuGraphAddMemcpyNode": ("cuGraphAddMemcpyNode", (_HANDLE, _Pointer, _Pointer, _Size, "Memcpy3D", _Pointer)),
     "cuGraphAddEmptyNode": ("cuGraphAddEmptyNode", (_HANDLE, _Pointer, _Pointer, _Size)),
-    "cuGraphAddConditionalNode": ("cuGraphAddNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(ConditionalNodeParams))),
+    "cuGraphAddConditionalNode": ("cuGraphAddNode", (_HANDLE, _Pointer, _Pointer, _Size, "ConditionalNodeParams")),
     "cuGraphConditionalHandleCreate": ("cuGraphConditionalHandleCreate", (_HANDLE, _Pointer, _Pointer, _Unsigned, _Unsigned)),
-    "cuGraphKernelNodeSetAttribute": ("cuGraphKernelNodeSetAttribute", (_Pointer, _Int, POINTER(LaunchAttributeValue))),
-    "cuGraphExecKernelNodeSetParams": ("cuGraphExecKernelNodeSetParams_v2", (_Pointer, _Pointer, POINTER(KernelNodeParams))),
-    "cuGraphExecMemcpyNodeSetParams": ("cuGraphExecMemcpyNodeSetParams", (_Pointer, _Pointer, POINTER(Memcpy3D), _Pointer)),
+    "cuGraphKernelNodeSetAttribute": ("cuGraphKernelNodeSetAttribute", (_Pointer, _Int, "LaunchAttributeValue")),
+    "cuGraphExecKernelNodeSetParams": ("cuGraphExecKernelNodeSetParams_v2", (_Pointer, _Pointer, "KernelNodeParams")),
+    "cuGraphExecMemcpyNodeSetParams": ("cuGraphExecMemcpyNodeSetParams", (_Pointer, _Pointer, "Memcpy3D", _Pointer)),
     "cuGraphNodeSetEnabled": ("cuGraphNodeSetEnabled", (_Pointer, _Pointer, _Unsigned)),
     "cuGraphInstantiate": ("cuGraphInstantiateWithFlags", (_HANDLE, _Pointer, ctypes.c_ulonglong)),
     "cuGraphExecDestroy": ("cuGraphExecDestroy", (_Pointer,)),
     "cuGraphUpload": ("cuGraphUpload", (_Pointer, _Pointer)),
     "cuGraphLaunch": ("cuGraphLaunch", (_Pointer, _Pointer)),
 }
-"""Functions as declared in cuda.h: symbol and parameters."""
+"""Functions as declared in cuda.h: symbol and parameters; a structure's name means a pointer to it."""
 
 ANSWERING = (
     "cuDeviceGetName",
@@ -254,7 +162,7 @@ class Driver:
         except AttributeError:
             text = f"the CUDA driver of this machine has no {symbol}, which the bundle needs"
             raise MachineError("driver-too-old", text, "upgrade the NVIDIA driver") from None
-        function.argtypes = [_Pointer if isinstance(kind, _Out) else kind for kind in parameters]
+        function.argtypes = [_declared(kind) for kind in parameters]
         return function
 
     def held(self, name: str) -> Callable[..., int]:
@@ -270,7 +178,7 @@ class Driver:
 
     def cuIpcOpenMemHandle(self, handle: bytes, flags: int) -> tuple[int, int]:
         """The address of another process's memory, by its handle of 64 bytes."""
-        from .libcuda import IpcMemHandle
+        from .structures import IpcMemHandle
 
         address = _Address()
         function = self._function("cuIpcOpenMemHandle_v2", (_Pointer, IpcMemHandle, _Unsigned))
@@ -309,6 +217,14 @@ class Driver:
             return int(function(graph, *ends, count))
         function = self._function("cuGraphAddDependencies_v2", (_Pointer, _Pointer, _Pointer, _Pointer, _Size))
         return int(function(graph, *ends, (type(data[0]) * count)(*data), count))
+
+
+def _declared(kind: Any) -> Any:
+    if isinstance(kind, str):
+        from . import structures  # not needed before there is a context
+
+        return POINTER(getattr(structures, kind))
+    return _Pointer if isinstance(kind, _Out) else kind
 
 
 def _opened() -> ctypes.CDLL:

@@ -11,7 +11,7 @@ from ..errors import CallError
 from ..format.table import CONDITIONAL, IF, KERNEL, MEMCPY, MEMSET, WHILE, Table, launch_order
 from .driver import call, check, cu
 from .kernels import Launches, Modules, Reader, attributes, copy_params, describe, memset_value, rows
-from .libcuda import LaunchAttribute, LaunchConfig
+from .structures import LaunchAttribute, LaunchConfig
 
 Step = Callable[[Any], None]  # enqueues a row on a stream
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..call.locks import ExclusiveLock, closed, during, locked
 from ..cuda import driver, memory
-from ..cuda.driver import Context, Relaxed, StreamOrder, cu
+from ..cuda.driver import Context, Relaxed, cu
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..errors import CallError
 from ..format.archive import Archive
@@ -22,8 +22,8 @@ from ..format.shapes import span
 from ..process import FORKS, PAUSE, Background, ContextFuture, forked
 from ..tensors.library import caller_captures
 from .device_bundle import DeviceBundle
-from .outputs import DeviceOutputs, HostCopies, HostOutputs
 from .programs import Executors, Programs, static_buffers
+from .streams import DeviceOutputs, HostCopies, HostOutputs, StreamOrder
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

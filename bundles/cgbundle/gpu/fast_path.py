@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..call.locks import ExclusiveLock, closed
-from ..cuda.driver import Context, StreamOrder, check, cu
+from ..cuda.driver import Context, check, cu
 from ..process import FORKS, forked
 from .programs import BoundProgram, Programs
+from .streams import StreamOrder
 
 if TYPE_CHECKING:
     from ..call.outputs import Caller

@@ -8,7 +8,7 @@ from ctypes import c_uint64
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cuda import memory
-from ..cuda.driver import Relaxed, StreamOrder, call, check, cu
+from ..cuda.driver import Relaxed, call, check, cu
 from ..cuda.graph_executor import GraphExecutor
 from ..cuda.kernels import CopyingLaunch, Modules, Reader
 from ..cuda.memory import HOST, Memories, Output
@@ -17,7 +17,7 @@ from ..format.schema import STATE, EntrySpec, Program, Step
 from ..format.shapes import extent, span
 from ..format.table import Table
 from .device_bundle import DeviceBundle
-from .outputs import DeviceOutputs, HostCopies, HostOutputs
+from .streams import DeviceOutputs, HostCopies, HostOutputs, StreamOrder
 
 if TYPE_CHECKING:
     from ..call.profile import Profile

@@ -17,15 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..call.locks import during
 from ..cuda import memory
 from ..cuda.driver import Context, call, cu, free_bytes
-from ..cuda.libcuda import (
-    MEM_ACCESS_READ_WRITE,
-    MEM_DEVICE,
-    MEM_FILE_DESCRIPTOR,
-    MEM_PINNED,
-    MULTIPROCESSORS,
-    AccessDesc,
-    AllocationProp,
-)
+from ..cuda.libcuda import MEM_ACCESS_READ_WRITE, MEM_DEVICE, MEM_FILE_DESCRIPTOR, MEM_PINNED, MULTIPROCESSORS
+from ..cuda.structures import AccessDesc, AllocationProp
 from ..errors import CallError, CgbundleError, MachineError, OutOfMemory
 from ..format.archive import Archive
 from ..format.file_names import all_programs

@@ -18,7 +18,7 @@ from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
 from ..gpu.device_bundle import check_device
-from ..gpu.outputs import DeviceOutputs, HostOutputs
+from ..gpu.streams import DeviceOutputs, HostOutputs
 from ..process import ContextFuture
 from ..tensors.library import caller_captures
 from ..validate.bundle import check_rank, check_ranks

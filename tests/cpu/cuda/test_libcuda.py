@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import driver, graph_executor, kernels, libcuda, stream_executor
+from cgbundle.cuda import driver, graph_executor, kernels, libcuda, stream_executor, structures
 from cgbundle.errors import MachineError
 from cgbundle.format.table import Table
 from cgcompile.bundle import recordings as tables
@@ -30,16 +30,16 @@ SIZE, NEW = 5 << 33, 0xABCD << 32
 """More bytes than an int can hold; the handle that every call of the fake driver creates."""
 
 RECORDS = (
-    libcuda.KernelNodeParams, libcuda.MemsetNodeParams, libcuda.Memcpy3D, libcuda.LaunchAttributeValue,
-    libcuda.LaunchAttribute, libcuda.LaunchConfig, libcuda.EdgeData, libcuda.ConditionalNodeParams,
-    libcuda.AllocationProp, libcuda.AccessDesc, libcuda.IpcMemHandle,
+    structures.KernelNodeParams, structures.MemsetNodeParams, structures.Memcpy3D, structures.LaunchAttributeValue,
+    structures.LaunchAttribute, structures.LaunchConfig, structures.EdgeData, structures.ConditionalNodeParams,
+    structures.AllocationProp, structures.AccessDesc, structures.IpcMemHandle,
 )  # fmt: skip
 
 NODES = [0x10D << 36, 0x10E << 36]
 """Nodes that the fake driver's capture depends on."""
 
-ALLOCATION = libcuda.AllocationProp(type=1, requestedHandleTypes=1, location=libcuda.MemLocation(1, 2))
-ACCESS = libcuda.AccessDesc(location=libcuda.MemLocation(1, 2), flags=3)
+ALLOCATION = structures.AllocationProp(type=1, requestedHandleTypes=1, location=structures.MemLocation(1, 2))
+ACCESS = structures.AccessDesc(location=structures.MemLocation(1, 2), flags=3)
 """Memory of device 2 that is exported as a file descriptor, with read and write access for this device."""
 
 CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
@@ -126,7 +126,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuGraphConditionalHandleCreate", (A, B, 1, 2), "a0000000000 b0000000000 1 2", (0, NEW)),
     ("cuGraphAddDependencies", (A, [B, C], [C, D], None), "a0000000000 b0000000000 c0000000000 d0000000000 2", 0),
     (
-        "cuGraphAddDependencies", (A, [B, C], [C, D], [libcuda.EdgeData(), libcuda.EdgeData(from_port=1, to_port=2, type=3)]),
+        "cuGraphAddDependencies", (A, [B, C], [C, D], [structures.EdgeData(), structures.EdgeData(from_port=1, to_port=2, type=3)]),
         "a0000000000 c0000000000 d0000000000 1,2,3 2", 0,
     ),
     ("cuGraphInstantiate", (A, libcuda.INSTANTIATE_USE_NODE_PRIORITY), "a0000000000 1", (0, NEW)),
@@ -262,7 +262,7 @@ def test_copies_and_fills_arrive(table: Table, cu: libcuda.Driver, log: Callable
 
 @pytest.mark.parametrize("loop", [False, True])
 def test_a_conditional_node_arrives(loop: bool, cu: libcuda.Driver, log: Callable[[], str]) -> None:
-    params = libcuda.ConditionalNodeParams(type=libcuda.NODE_TYPE_CONDITIONAL)
+    params = structures.ConditionalNodeParams(type=libcuda.NODE_TYPE_CONDITIONAL)
     params.conditional.handle, params.conditional.size, params.conditional.ctx = C, 2, D
     params.conditional.type = libcuda.CONDITION_WHILE if loop else libcuda.CONDITION_IF
     assert cu.cuGraphAddConditionalNode(A, None, 0, params) == (0, NEW)

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 from zlib import crc32
 
-from cgbundle.cuda.libcuda import KernelNodeParams, LaunchConfig
+from cgbundle.cuda.structures import KernelNodeParams, LaunchConfig
 from cgbundle.format.table import SET_CONDITION
 from tests.helpers.drivers.fake_driver import PARAMS, FakeDriver, Handle
 

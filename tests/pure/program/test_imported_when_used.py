@@ -12,7 +12,7 @@ from tests.helpers.drivers import failing_gpu
 from tests.helpers.imports import modules
 from tests.helpers.places import ROOT
 
-MODULES, LINES = 43, 8_490
+MODULES, LINES = 44, 8_500
 """Limits for what a load may import, including the library of the first call's inputs: 290 lines for tensors of our own. Lower them
 where possible. A commit that needs more says why."""
 
