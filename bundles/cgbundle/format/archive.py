@@ -127,7 +127,7 @@ class Archive:
 
     def mapped(self, name: str, *, writable: bool = False) -> Mapped:
         """A mapped safetensors file; the mapping outlives this object. Raises file-damaged, weights-invalid."""
-        from .safetensors_files import Mapped  # no weights of a GPU are mapped
+        from .safetensors_files import Mapped  # few bundles for a GPU need one
 
         with self._reading:
             return Mapped(self.descriptor(name), name, writable=writable)
