@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-from .cuda.background import ContextFuture
 from .errors import BundleError
-from .format.open_files import open_directory, open_file
+from .process import ContextFuture, open_directory, open_file
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:

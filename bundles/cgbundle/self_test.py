@@ -18,20 +18,20 @@ from typing import Any
 
 from .call.locks import during
 from .call.outputs import View
+from .call.warmup import inputs_of as inputs_of
 from .errors import BundleError, CallError, CgbundleError
-from .format import safetensors_writer
-from .format.file_names import FORWARD, SELF_TEST, donating_programs, self_test_entry
-from .format.safetensors import Mapped
+from .format import safetensors_files
+from .format.file_names import FORWARD, SELF_TEST, ComparedTensor, is_exact, self_test_entry, self_test_tensors
+from .format.safetensors_files import Mapped, stored
 from .format.schema import DTYPES, STATE, Dimension, EntrySpec, Proof
-from .format.spans import span
+from .format.shapes import span
 from .format.variants import variant_name
 from .loader import open_program
 from .program import Program
 from .tensors import comparison
 from .tensors.comparison import describe, difference, nearest
-from .tensors.self_test_tensors import ComparedTensor, is_exact, self_test_tensors, stored
-from .tensors.self_test_tensors import inputs_of as inputs_of
 from .tensors.tensor import Tensor, copy, empty, from_bytes
+from .validate.state import donating_programs
 
 POISON = 0xFF  # fills memory that a replay must write before it reads it: NaN, or -1
 BITS = "bits"
@@ -83,7 +83,7 @@ class Result:
         return {**fields, "passed": self.passed(compare), "tensors": rows}
 
 
-Outputs = dict[str, safetensors_writer.Tensor]
+Outputs = dict[str, safetensors_files.Tensor]
 """Results by their names in the self-test; `8x128/call-0/1` is output 1 of the first of several calls."""
 
 
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str]) -> int:
             results = replay_self_test(program, failed=failed)
             if failed:
                 with open(file, "wb") as opened:
-                    safetensors_writer.write(opened, failed)
+                    safetensors_files.write(opened, failed)
             compare = {entry.name: entry.self_test.compare for entry in program.manifest.entries}
             rows = [result.plain(compare[result.entry]) for result in results]
             variant = variant_name(program.manifest.target)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from .errors import BundleError, CallError, MachineError
 from .format.archive import Archive
 from .format.file_names import SIGNATURE, SIGNATURE_BYTES
-from .format.open_files import DAMAGE, open_file
+from .process import DAMAGE, open_file
 
 Key: TypeAlias = str | os.PathLike[str] | bytes
 """The path of a PEM file, 64 hexadecimal digits, or 32 bytes."""

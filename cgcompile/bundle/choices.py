@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.format import file_names, safetensors
+from cgbundle.format import file_names, safetensors_files
+from cgbundle.format.file_names import self_test_tensors
 from cgbundle.format.schema import EntrySpec, IntKey, Manifest, Weight
-from cgbundle.tensors.self_test_tensors import self_test_tensors
 
 from ..model.flat_module import PREFIX, ProgramModule, traced_per_size
 from ..transforms.error_bounds import ErrorBound, selection_floor
@@ -86,7 +86,7 @@ def read_outputs(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) 
     did not fail."""
     if not path.exists():
         return None
-    stored = safetensors.Mapped(str(path), path.name)
+    stored = safetensors_files.Mapped(str(path), path.name)
     try:
 
         def tensor(kind: str, index: int) -> torch.Tensor:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from cgbundle.format import file_names, safetensors_writer
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format import file_names, safetensors_files
+from cgbundle.format.file_names import is_exact, self_test_tensors
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.tensors import comparison
-from cgbundle.tensors.self_test_tensors import is_exact, self_test_tensors
 
 from ..util.raw_bytes import raw
 from .self_test import from_bytes
@@ -38,7 +38,7 @@ def condense(stage: Path, manifest: Manifest) -> None:
         return
     stored = Mapped(str(path), path.name)
     try:
-        tensors: dict[str, safetensors_writer.Tensor] = {
+        tensors: dict[str, safetensors_files.Tensor] = {
             name: (row.dtype, row.shape, partial(stored.data, name)) for name, row in stored.entries.items()
         }
         candidates = [(prod(tensors[name][1]) * DTYPES[tensors[name][0]], name, bits) for name, bits in _expected(manifest)]
@@ -52,7 +52,7 @@ def condense(stage: Path, manifest: Manifest) -> None:
                 size -= n_bytes - sum(prod(shape) * DTYPES[dtype] for dtype, shape, _ in replacement.values())
         new = path.with_name(f"{path.name}.new")
         with open(new, "wb") as file:
-            safetensors_writer.write(file, tensors)
+            safetensors_files.write(file, tensors)
     finally:
         stored.close()
     new.replace(path)
@@ -68,7 +68,7 @@ def _expected(manifest: Manifest) -> Iterator[tuple[str, bool]]:
                     yield file_names.self_test_entry(proof.key, row.kind, row.index, entry.name), bits
 
 
-def _condensed(name: str, tensor: safetensors_writer.Tensor, *, bits: bool) -> dict[str, safetensors_writer.Tensor]:
+def _condensed(name: str, tensor: safetensors_files.Tensor, *, bits: bool) -> dict[str, safetensors_files.Tensor]:
     """Returns the tensors that replace a tensor, or {} if it cannot be condensed."""
     dtype, shape, contents = tensor
     elements, data = prod(shape), bytes(contents())

@@ -12,8 +12,8 @@ from cgbundle.errors import BundleError
 from cgbundle.format import schema
 from cgbundle.format.file_names import MANIFEST, SIGNATURE
 from cgbundle.format.manifest_json import SEAL, VARIANTS, seal_line
-from cgbundle.format.open_files import CHUNK
 from cgbundle.format.records import defaults, is_record, members
+from cgbundle.process import CHUNK
 
 
 def bundle_bytes(manifest: schema.Manifest) -> int:

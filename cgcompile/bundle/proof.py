@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cgbundle.format.file_names import FORWARD, SELF_TEST
+from cgbundle.format.file_names import FORWARD, NEAR_TIES, SELF_TEST, WAIVER, is_exact, self_test_tensors
 from cgbundle.format.schema import Dimension, EntrySpec, Finding, IntKey, Manifest, Proof, SelfTest
 from cgbundle.self_test import fresh, key_text, name_key
 from cgbundle.tensors.comparison import nearest
-from cgbundle.tensors.self_test_tensors import NEAR_TIES, WAIVER, is_exact, self_test_tensors
 
 from ..errors import BuildError
 from ..transforms.error_bounds import ErrorBound

@@ -1,7 +1,7 @@
 """Recordings of graphs with the parameters of every node, and their encoding as bytes.  Both recorders of GPU programs create them.
 
 `encode` and `decode` are exact inverses: if `decode` accepts bytes, `encode` of the result returns the same bytes.  The runtime
-reads the columns directly (cgbundle/tables/table.py), without these classes.
+reads the columns directly (cgbundle/format/table.py), without these classes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from itertools import accumulate, count
 from typing import Any
 
 from cgbundle.format.schema import IntKey
-from cgbundle.tables.module_state import STATES, Address, ModuleState, Relocation
-from cgbundle.tables.table import (
+from cgbundle.format.table import (
     BRANCHING,
     CONDITIONAL,
     EMPTY,
@@ -30,6 +29,7 @@ from cgbundle.tables.table import (
     column_bytes,
     invalid,
 )
+from cgbundle.validate.module_state import STATES, Address, ModuleState, Relocation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

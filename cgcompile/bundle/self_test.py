@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.format import file_names, safetensors, safetensors_writer
+from cgbundle.format import file_names, safetensors_files
 from cgbundle.format.schema import EntrySpec, IntKey, Manifest, Program, Value, Weight
 
 from ..model.flat_module import PREFIX, run_eager
@@ -137,17 +137,17 @@ def write_self_test(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]])
     `8x128/output/0`, `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3`.  Names of other entries begin with the entry:
     `decode/8x128/input/0`."""
     with open(path, "wb") as file:
-        safetensors_writer.write(file, _tensors_by_name(self_tests))
+        safetensors_files.write(file, _tensors_by_name(self_tests))
 
 
 def replace_self_tests(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]]) -> None:
     """Replaces the self-tests of some int_keys in the file."""
-    stored = safetensors.Mapped(str(path), path.name)
+    stored = safetensors_files.Mapped(str(path), path.name)
     new = path.with_name(f"{path.name}.new")
     try:
         old_tensors = {name: (row.dtype, row.shape, partial(stored.data, name)) for name, row in stored.entries.items()}
         with open(new, "wb") as file:
-            safetensors_writer.write(file, {**old_tensors, **_tensors_by_name(self_tests)})
+            safetensors_files.write(file, {**old_tensors, **_tensors_by_name(self_tests)})
     finally:
         stored.close()
     new.replace(path)
@@ -155,7 +155,7 @@ def replace_self_tests(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest
 
 def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> KeySelfTest:
     """Reads the self-test of an int_key of an entry from the file."""
-    stored = safetensors.Mapped(str(path), path.name)
+    stored = safetensors_files.Mapped(str(path), path.name)
     try:
 
         def tensor(kind: str, index: int) -> torch.Tensor:
@@ -175,8 +175,8 @@ def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey
         stored.close()
 
 
-def _tensors_by_name(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors_writer.Tensor]:
-    tensors: dict[str, safetensors_writer.Tensor] = {}
+def _tensors_by_name(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors_files.Tensor]:
+    tensors: dict[str, safetensors_files.Tensor] = {}
     for entry, self_test in [(entry, self_test) for entry, entry_tests in self_tests.items() for self_test in entry_tests]:
         for kind, values in (
             ("input", enumerate(self_test.inputs)),
@@ -219,5 +219,5 @@ def from_bytes(data: bytes, dtype: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
 
 
-def _stored(value: torch.Tensor) -> safetensors_writer.Tensor:
+def _stored(value: torch.Tensor) -> safetensors_files.Tensor:
     return dtype_name(value.dtype), tuple(value.shape), lambda: raw(value).numpy()

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, file_names, safetensors_writer
+from cgbundle.format import archive, file_names, safetensors_files
 from cgbundle.format.archive import Archive
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.format.schema import Manifest, SelfTest, Weight
 from cgbundle.format.variants import variant_name
 from cgbundle.validate import bundle as verify
@@ -42,7 +42,7 @@ def join_variants(folders: Sequence[Path], out: Path) -> tuple[Manifest, ...]:
         for name, tensors in stored.items():
             if tensors:
                 with open(out / name, "wb") as file:
-                    safetensors_writer.write(file, tensors)
+                    safetensors_files.write(file, tensors)
         _write_self_test(manifests, files, out)
         variants = [
             _moved(_ordered(_renamed(manifest, renamed), manifests[0]), folder, out)
@@ -65,7 +65,7 @@ class _Files:
                 mapped = self.mapped[name] = Mapped(str(folder / name), name)
                 stack.callback(mapped.close)
 
-    def tensor(self, file: str, name: str) -> safetensors_writer.Tensor:
+    def tensor(self, file: str, name: str) -> safetensors_files.Tensor:
         mapped = self.mapped[file]
         row = mapped.entries[name]
         return row.dtype, row.shape, partial(mapped.data, name)
@@ -76,10 +76,10 @@ class _Files:
 
 def _shared_weights(
     manifests: Sequence[Manifest], files: Sequence[_Files]
-) -> tuple[dict[str, dict[str, safetensors_writer.Tensor]], list[dict[str, str]]]:
+) -> tuple[dict[str, dict[str, safetensors_files.Tensor]], list[dict[str, str]]]:
     """Returns the tensors by shared file, and for each variant the new names of weights that differ between variants.  Only tables
     and constants of the build may differ.  A weight that an update can change must be equal in all variants."""
-    stored: dict[str, dict[str, safetensors_writer.Tensor]] = {file_names.WEIGHTS: {}, file_names.TABLES: {}}
+    stored: dict[str, dict[str, safetensors_files.Tensor]] = {file_names.WEIGHTS: {}, file_names.TABLES: {}}
     renamed: list[dict[str, str]] = []
     for manifest, variant_files in zip(manifests, files, strict=True):
         frozen = {manifest.weights[row.weight].tensor for row in manifest.frozen if row.reason == "constant"}
@@ -103,7 +103,7 @@ def _shared_weights(
     return stored, renamed
 
 
-def _same(one: safetensors_writer.Tensor, other: safetensors_writer.Tensor) -> bool:
+def _same(one: safetensors_files.Tensor, other: safetensors_files.Tensor) -> bool:
     return one[:2] == other[:2] and memoryview(one[2]()) == memoryview(other[2]())
 
 
@@ -123,10 +123,10 @@ def _write_self_test(manifests: Sequence[Manifest], files: Sequence[_Files], out
                 f"build {variant_name(manifest.target)} as a bundle of its own, or with --record cross-compile",
             )
     with open(out / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, first)
+        safetensors_files.write(file, first)
 
 
-def _numbered(files: _Files, positions: Mapping[int, int]) -> dict[str, safetensors_writer.Tensor]:
+def _numbered(files: _Files, positions: Mapping[int, int]) -> dict[str, safetensors_files.Tensor]:
     """Returns the tensors of a self-test.  Their names have the new positions of the weights that are state."""
     tensors = {}
     for name in files.names(file_names.SELF_TEST):

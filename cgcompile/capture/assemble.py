@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cgbundle.format.schema import MEMORIES, DonatedRange, IntKey, Value
-from cgbundle.tables.module_state import Address, ModuleState, Relocation
+from cgbundle.validate.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording
 
 from ..errors import BuildError

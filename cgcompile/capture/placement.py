@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cgbundle.format.schema import MEMORIES, DonatedRange, IntKey
-from cgbundle.tables.module_state import Address
+from cgbundle.validate.module_state import Address
 
 from ..errors import ModelError
 from ..targets.cuda.donations import reserved_end, reserved_parts

@@ -19,7 +19,7 @@ import torch
 
 from cgbundle.format import file_names
 from cgbundle.format.schema import DonatedRange, IntKey, Weight
-from cgbundle.tables.module_state import ModuleState
+from cgbundle.validate.module_state import ModuleState
 
 from ..bundle.self_test import ReplayedBytes
 from ..errors import BuildError, ModelError

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from cgbundle.format.schema import Finding
-from cgbundle.format.size_expressions import text
+from cgbundle.format.shapes import text
 
 from .context import HOST, NOTE, REFUSE, RuleContext, finding, operator
 from .host_placement import depends, has_tensor, introduces_symbols, unbacked

@@ -15,11 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.traceback import preserve_node_meta
@@ -27,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Size
-from cgbundle.format.size_expressions import linear
+from cgbundle.format.shapes import linear
 
 from ..errors import ModelError
 from ..model.flat_module import FlatModule, unwatched

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cgbundle.format.schema import Size, Sizes
-from cgbundle.format.size_expressions import evaluate, linear
+from cgbundle.format.shapes import evaluate, linear
 
 from ..errors import ModelError
 from .source import Sample, Source, sample

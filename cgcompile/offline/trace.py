@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.format.schema import HOST, MEMORIES, IntKey, Weight, World
-from cgbundle.tables.module_state import Address
+from cgbundle.validate.module_state import Address
 from cgcompile.bundle.recordings import Function
 
 from ..export.programs import Programs

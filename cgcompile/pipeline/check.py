@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.export import ExportedProgram
 
 from cgbundle.format.schema import Finding
-from cgbundle.format.size_expressions import axes_text
+from cgbundle.format.shapes import axes_text
 
 from ..checks.context import operator
 from ..checks.sizes import small_region, too_many_keys

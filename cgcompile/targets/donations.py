@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cgbundle.errors import did_you_mean
-from cgbundle.format.file_names import donating_programs
 from cgbundle.format.schema import Donation, Manifest, TensorSpec
-from cgbundle.format.size_expressions import evaluate
+from cgbundle.format.shapes import evaluate
+from cgbundle.validate.state import donating_programs
 
 from ..errors import ModelError
 from ..model.source import DonationNames

@@ -16,9 +16,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from cgbundle.format import file_names, safetensors, safetensors_writer
+from cgbundle.format import file_names, safetensors_files
 from cgbundle.format.schema import DTYPES, STATE, FrozenWeight, Weight
-from cgbundle.format.spans import memory_order, span
+from cgbundle.format.shapes import memory_order, span
 
 from ..errors import ModelError
 from ..export.programs import Programs
@@ -100,7 +100,7 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], placed: Itera
             shapes[tensor], stored[tensor] = (row.dtype, shape), (tensors[row.tensor], row.strides)
         rows.append(replace(row, name=row.name.removeprefix(PREFIX), tensor=tensor, zeros=zeros))
     with open(path, "wb") as file:
-        places = safetensors_writer.write_header(file, shapes)
+        places = safetensors_files.write_header(file, shapes)
         file.flush()
         with ThreadPoolExecutor(WRITERS) as threads:
             for _ in threads.map(lambda name: _write(file.fileno(), places[name], _in_order(*stored[name])), places):
@@ -132,11 +132,11 @@ def write_tables(path: Path, tables: Sequence[Table]) -> tuple[Weight, ...]:
         )
         for index, table in enumerate(tables)
     ]  # fmt: skip
-    stored: dict[str, safetensors_writer.Tensor] = {
+    stored: dict[str, safetensors_files.Tensor] = {
         row.tensor: (row.dtype, row.shape, partial(bytes, table.contents)) for row, table in zip(rows, tables, strict=True)
     }
     with open(path, "wb") as file:
-        safetensors_writer.write(file, stored)
+        safetensors_files.write(file, stored)
     return tuple(rows)
 
 
@@ -157,7 +157,7 @@ def frozen_weights(
     baked_lines = {row.tensor: baked[row.name] for row in reversed(rows) if row.name in baked}
     frozen_rows = []
     files = [file_names.WEIGHTS, *([file_names.TABLES] if any(row.computed for row in rows) else [])]
-    mapped = {name: safetensors.Mapped(str(stage / name), name) for name in files}
+    mapped = {name: safetensors_files.Mapped(str(stage / name), name) for name in files}
     for index, row in enumerate(rows):
         if row.memory == STATE or row.tensor not in updatable:
             reason: Literal["state", "constant", "baked", "folded"] | None = "state" if row.memory == STATE else "constant"

@@ -30,8 +30,8 @@ from cgbundle.errors import BundleError
 from cgbundle.format import limits, manifest_json
 from cgbundle.format.archive import Archive
 from cgbundle.format.file_names import MANIFEST, SIGNATURE, SIGNATURE_BYTES, folders
-from cgbundle.format.open_files import CHUNK
 from cgbundle.format.schema import File, Manifest
+from cgbundle.process import CHUNK
 from cgbundle.signatures import signature_file
 from cgbundle.validate.bundle import check_bundle
 from cgbundle.validate.manifest import check_manifest

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from cgbundle import errors as runtime_errors
-from cgbundle.errors import Cause
+from cgbundle import catalogue as runtime_catalogue
+from cgbundle.catalogue import Cause
 
 from .. import errors
 from .padding_reasons import ALWAYS, HEADLINE, REASONS
@@ -21,7 +21,7 @@ from .padding_reasons import ALWAYS, HEADLINE, REASONS
 RULES = ("checks", "offline/lower/coverage.py")
 """Paths of the rules in the package: a folder of files, and a file."""
 
-ALLOWABLE = "tensors/self_test_tensors.py"
+ALLOWABLE = "format/file_names.py"
 """The file in cgbundle with the rules of the self-test."""
 
 LABELS = {"What it looks for": "what", "Effect": "effect", "Fix": "fix", "Source": "source"}
@@ -56,7 +56,7 @@ def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple
 
     `more` has other catalogues of errors, by the package that raises them.
     """
-    catalogues = {"cgcompile": errors.CATALOGUE, "cgbundle": runtime_errors.CATALOGUE, **(more or {})}
+    catalogues = {"cgcompile": errors.CATALOGUE, "cgbundle": runtime_catalogue.CATALOGUE, **(more or {})}
     entries = sorted(_findings(), key=lambda explanation: explanation.name)
     entries.append(_padding())
     entries += [_error(package, code, cause) for package, catalogue in catalogues.items() for code, cause in catalogue.items()]
@@ -79,7 +79,7 @@ def spelled(name: str) -> str:
 def _error(package: str, code: str, cause: Cause) -> Explanation:
     return Explanation(
         name=code, kind="error", headline=cause.meaning, fields=(("fix", cause.hint),), package=package,
-        error=cause.error.__name__, exit_code=cause.exit_code,
+        error=cause.error, exit_code=cause.exit_code,
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def _findings() -> Iterator[Explanation]:
     package_root = files(__package__.partition(".")[0])
     for place in RULES:
         yield from _explanations_at(package_root.joinpath(place))
-    yield from _explanations_at(files(runtime_errors.__package__).joinpath(ALLOWABLE))
+    yield from _explanations_at(files(runtime_catalogue.__package__).joinpath(ALLOWABLE))
 
 
 def _explanations_at(place: Traversable) -> Iterator[Explanation]:

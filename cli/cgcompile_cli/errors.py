@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import errno
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import typer
 
-from cgbundle.errors import Cause, CgbundleError, place
+from cgbundle.catalogue import Cause
+from cgbundle.errors import CgbundleError, place
 
 from .output import complain, write_json
 from .signals import Stopped
@@ -42,10 +43,14 @@ class UsageError(CgbundleError):
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__("usage", message, hint)
 
+    @classmethod
+    def _causes(cls) -> Mapping[str, Cause]:
+        return CATALOGUE
 
-UsageError.catalogue = {
+
+CATALOGUE = {
     "usage": Cause(
-        UsageError, ENVIRONMENT, "Options or a file do not match the command.", "`cgcompile COMMAND --help` lists the options"
+        "UsageError", ENVIRONMENT, "Options or a file do not match the command.", "`cgcompile COMMAND --help` lists the options"
     )
 }
 

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cgbundle import signatures
+from cgbundle.call.update import updatable
+from cgbundle.cpu.host_weights import least_rows
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.file_names import FORWARD, entry_named
 from cgbundle.format.safetensors import ALIGNMENT, nbytes
 from cgbundle.format.schema import Alias, Dimension, EntrySpec, Manifest, Target, TensorSpec, Weight
-from cgbundle.format.size_expressions import axes_text, text
+from cgbundle.format.shapes import axes_text, text
 from cgbundle.format.variants import variant_name
-from cgbundle.weights.host import least_rows
-from cgbundle.weights.update import updatable
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle.arguments import Constant, constants, nested, spelled
 from cgcompile.targets.instruction_sets import LEVELS

@@ -23,7 +23,7 @@ import cgcompile.errors
 from cgcompile.util.explanations import Explanation, explanations
 from cgcompile.util.padding_reasons import ALWAYS, HEADLINE, REASONS
 from cgcompile_cli.commands.explain import about
-from cgcompile_cli.errors import UsageError
+from cgcompile_cli.errors import CATALOGUE
 from cgcompile_cli.main import app
 from tests.docs.pages import USERS
 
@@ -290,7 +290,7 @@ TITLES = {
 
 def errors() -> str:
     """Returns the page of all error codes."""
-    known = [explanation for explanation in explanations({"cgcompile_cli": UsageError.catalogue}) if explanation.kind == "error"]
+    known = [explanation for explanation in explanations({"cgcompile_cli": CATALOGUE}) if explanation.kind == "error"]
     opening = (
         "An error is one line with the cause, the place, what was expected and what was given. A `hint:` line says what to do. "
         "In Python these are `error.code`, `error.where` and `error.hint`, and `--json` prints them too. This page has the general "

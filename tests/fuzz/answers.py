@@ -9,7 +9,7 @@ from typing import Any
 import cgbundle
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.self_test import inputs_of
 from cgbundle.tensors.comparison import describe, difference
 from cgbundle.tensors.tensor import Tensor, from_bytes

@@ -19,8 +19,8 @@ from typing import Any
 
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import MEMORIES
-from cgbundle.tables.module_state import STATES, Address
-from cgbundle.tables.table import BRANCHING, RECORDING, unpack
+from cgbundle.format.table import BRANCHING, RECORDING, unpack
+from cgbundle.validate.module_state import STATES, Address
 from cgcompile.bundle.recordings import MemcpyNode, MemsetNode, Node, decode, encode, pack
 
 INTEGERS = (

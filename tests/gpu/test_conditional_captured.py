@@ -10,8 +10,8 @@ import pytest
 
 import cgbundle
 from cgbundle.cuda import driver
+from cgbundle.format.table import RECORDING
 from cgbundle.program.opening import MODES
-from cgbundle.tables.table import RECORDING
 from cgcompile.bundle.recordings import ConditionalNode, Recording, decode
 from tests.gpu.helpers.counting import Counting
 from tests.helpers.drivers.fake_driver import install

@@ -20,9 +20,9 @@ from cgbundle import self_test  # noqa: E402
 from cgbundle.cuda import memory  # noqa: E402
 from cgbundle.errors import CgbundleError  # noqa: E402
 from cgbundle.format import archive, file_names  # noqa: E402
-from cgbundle.format.safetensors import Mapped  # noqa: E402
+from cgbundle.format.safetensors_files import Mapped  # noqa: E402
 from cgbundle.format.schema import Program  # noqa: E402
-from cgbundle.format.spans import span  # noqa: E402
+from cgbundle.format.shapes import span  # noqa: E402
 from cgbundle.gpu.backend import CudaBackend  # noqa: E402
 from tests.gpu.helpers.cut_models import KINDS, MODELS, WIDTH  # noqa: E402
 from tests.helpers.drivers.cuda_calls import synchronize  # noqa: E402

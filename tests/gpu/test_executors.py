@@ -17,13 +17,13 @@ import pytest
 from cgbundle.cuda import driver, memory
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.cuda.graph_executor import GraphExecutor
+from cgbundle.cuda.kernels import Modules
 from cgbundle.cuda.memory import Memories
-from cgbundle.cuda.modules import Modules
 from cgbundle.cuda.stream_executor import StreamExecutor
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
+from cgbundle.format.table import Table
 from cgbundle.program.opening import MODES
-from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Function, MemsetNode, Recording

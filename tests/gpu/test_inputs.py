@@ -12,9 +12,8 @@ import cgbundle
 from cgbundle.cuda import driver, graph_executor
 from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.format.file_names import SELF_TEST
-from cgbundle.format.safetensors import Mapped
-from cgbundle.gpu import outputs as gpu_outputs
-from cgbundle.gpu import threaded_copies
+from cgbundle.format.safetensors_files import Mapped
+from cgbundle.gpu import streams, threaded_copies
 from cgbundle.self_test import inputs_of
 from tests.helpers.places import GOLDEN
 
@@ -114,7 +113,7 @@ def test_large_inputs_and_outputs_of_the_host(bundle: Path, monkeypatch: pytest.
         call = driver.cu.cuMemHostRegister
         monkeypatch.setattr(driver.cu, "cuMemHostRegister", lambda *arguments: asked.append(1) or call(*arguments))
         monkeypatch.setattr(threaded_copies, "CHUNK", 4096)
-        monkeypatch.setattr(gpu_outputs, "LARGE", 16)
+        monkeypatch.setattr(streams, "LARGE", 16)
         for turn in range(10):
             for key, row in inputs.items():
                 values = [tensor.pin_memory() for tensor in row] if turn == 5 else row

@@ -19,7 +19,7 @@ if torch.cuda.get_device_capability() < (9, 0):
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
-from cgbundle.tables.table import Table  # noqa: E402
+from cgbundle.format.table import Table  # noqa: E402
 from tests.bench.builds.loops import Loop, Step  # noqa: E402
 
 LAYERS, WIDTH, TOKENS, CALLS = 3, 256, 48, 100

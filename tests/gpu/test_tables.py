@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import cgbundle
-from cgbundle.format import archive, safetensors
+from cgbundle.format import archive, safetensors_files
 from cgbundle.format.file_names import TABLES, WEIGHTS
 from tests.gpu.helpers import self_tests
 from tests.helpers.places import GOLDEN
@@ -31,7 +31,7 @@ def model(weights: dict[str, numpy.ndarray], x: numpy.ndarray) -> numpy.ndarray:
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("weights", ["map", "copy"])
 def test_every_length_has_its_table(mode: str, lazy: bool, weights: str) -> None:
-    stored = safetensors.Mapped(str(BUNDLE / WEIGHTS), WEIGHTS)
+    stored = safetensors_files.Mapped(str(BUNDLE / WEIGHTS), WEIGHTS)
     w = {name: numpy.frombuffer(stored.data(name), numpy.float32).reshape(entry.shape) for name, entry in stored.entries.items()}
     random = numpy.random.default_rng(0)
     with cgbundle.load(BUNDLE, mode=mode, lazy=lazy, weights=weights, check="full") as program:
@@ -52,7 +52,7 @@ def test_the_self_test_and_a_file_that_is_cut(tmp_path: Path) -> None:
 
 
 def test_an_update_leaves_tables_as_they_are() -> None:
-    stored = safetensors.Mapped(str(BUNDLE / WEIGHTS), WEIGHTS)
+    stored = safetensors_files.Mapped(str(BUNDLE / WEIGHTS), WEIGHTS)
     w = {
         name: numpy.frombuffer(stored.data(name), numpy.float32).reshape(entry.shape).copy()
         for name, entry in stored.entries.items()
@@ -78,7 +78,7 @@ def test_a_build_here_has_its_tables_beside_the_weights(record: str, tmp_path: P
         network, chosen = Spectrum(network), {"target": "cuda", "lower": "eager"}
     built = cgcompile.build(network.eval(), inputs, sizes=[2, 6], out=tmp_path / "made.cgb", **chosen)
     path = Path(built.path)
-    names = safetensors.Mapped(str(path / WEIGHTS), WEIGHTS).entries.keys()
+    names = safetensors_files.Mapped(str(path / WEIGHTS), WEIGHTS).entries.keys()
     assert names == network.state_dict().keys()
     assert any(weight.computed for weight in archive.read_manifest(str(path)).weights) and (path / TABLES).exists()
     self_tests.passed(path)

@@ -19,7 +19,7 @@ import cgbundle  # noqa: E402
 from cgbundle.cuda.driver import cu  # noqa: E402
 from cgbundle.errors import CgbundleError  # noqa: E402
 from cgbundle.format.schema import Manifest  # noqa: E402
-from cgbundle.tables.module_state import Address  # noqa: E402
+from cgbundle.validate.module_state import Address  # noqa: E402
 from cgcompile.bundle import recordings as tables  # noqa: E402
 from cgcompile.bundle.recordings import Edge, KernelNode, Recording  # noqa: E402
 from tests.gpu.helpers import built  # noqa: E402

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
@@ -50,7 +50,7 @@ def as_file(weights: dict[str, Any], path: Path) -> Path:
 
     stored = {name: (stored_dtype(value), tuple(value.shape), contents(value)) for name, value in weights.items()}
     with open(path, "wb") as file:
-        safetensors_writer.write(file, stored)
+        safetensors_files.write(file, stored)
     return path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cgbundle.format.schema import MEMORIES
-from cgbundle.tables.module_state import Address
+from cgbundle.validate.module_state import Address
 from cgcompile.offline.assemble.arena import Plan
 from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.compile.kernels import CompiledKernel

@@ -11,6 +11,8 @@ PLACED = ("tests/pure/offline/test_arena.py", "tests/pure/offline/test_loops.py"
 MODULES: dict[str, tuple[str, ...]] = {
     "bundles/cgbundle/validate/bundle.py": (*VALIDATE, "tests/pure/call/test_entries.py"),
     "bundles/cgbundle/validate/recordings.py": VALIDATE,
+    "bundles/cgbundle/validate/module_state.py": VALIDATE,
+    "bundles/cgbundle/validate/special_kernels.py": VALIDATE,
     "bundles/cgbundle/validate/manifest.py": (*VALIDATE, "tests/pure/call/test_entries.py"),
     "bundles/cgbundle/validate/state.py": VALIDATE,
     "bundles/cgbundle/validate/programs.py": VALIDATE,
@@ -20,7 +22,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/pure/call/test_plan.py",
     ),
     "bundles/cgbundle/format/safetensors.py": ("tests/pure/format/test_safetensors.py",),
-    "bundles/cgbundle/tables/table.py": ("tests/pure/tables", *VALIDATE),
+    "bundles/cgbundle/format/safetensors_files.py": ("tests/pure/format/test_safetensors.py",),
+    "bundles/cgbundle/format/table.py": ("tests/pure/tables", *VALIDATE),
     "cgcompile/bundle/recordings.py": ("tests/pure/tables",),
     "cgcompile/capture/relocation.py": ("tests/pure/capture",),
     "cgcompile/capture/pairing.py": ("tests/pure/capture",),

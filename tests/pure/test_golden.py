@@ -21,10 +21,10 @@ from cgbundle.errors import BundleError, CgbundleError, MachineError
 from cgbundle.format import archive, file_names
 from cgbundle.format.file_names import all_programs
 from cgbundle.format.schema import MEMORIES, VERSION, Manifest
-from cgbundle.tables.module_state import Address, decode_states
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
 from cgbundle.validate import bundle as verify
-from cgbundle.validate.recordings import check_module_states, check_recording
+from cgbundle.validate.module_state import Address, check_module_states, decode_states
+from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import ConditionalNode, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording, encode_states

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle import self_test
-from cgbundle.format import file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_files
 from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.program import Program
 from cgbundle.self_test import Compared, Result
@@ -213,7 +213,7 @@ def off_by_half(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
 def bundle(tmp_path: Path, drop: str = "") -> str:
     tensors = {name: value for name, value in self_test_tensors_files().items() if name != drop}
     with open(tmp_path / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, tensors)
+        safetensors_files.write(file, tensors)
     return str(tmp_path)
 
 
@@ -254,7 +254,7 @@ def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path:
     tokens = {size: [1000 + row for row in range(size)] for (size,) in [program.key for program in fabricated.entries[0].programs]}
     tensors = self_test_tensors_of(tokens)
     with open(tmp_path / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, tensors)
+        safetensors_files.write(file, tensors)
 
     def replayed(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
         near = [number * 1.01 for number in first_two(key, inputs)[0]]
@@ -269,7 +269,7 @@ def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path:
     assert [tensor.passed("tolerance") for tensor in four.tensors] == [True, False]
 
 
-def self_test_tensors_of(tokens: dict[int, list[int]]) -> dict[str, safetensors_writer.Tensor]:
+def self_test_tensors_of(tokens: dict[int, list[int]]) -> dict[str, safetensors_files.Tensor]:
     tensors = self_test_tensors_files()
     for size, numbers in tokens.items():
         data = struct.pack(f"<{size}q", *numbers)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError
 from ..format.schema import DTYPES, PERSISTENT, Alias, EntrySpec, Manifest, Program, TensorSpec, Value
-from ..format.spans import dense, is_dense, moving, span
+from ..format.shapes import dense, is_dense, moving, span
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor
 from ..validate.state import base_of

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from ..weights.update import Contents, OpenFile
     from .profile import Profile
+    from .update import Contents, OpenFile
 
 
 class Results(Protocol):

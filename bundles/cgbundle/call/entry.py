@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CallError, CgbundleError
 from ..format.pytree import children
 from ..format.schema import EntrySpec, Manifest, Tree
-from ..format.spans import is_dense
+from ..format.shapes import is_dense
 from ..tensors.library import Descriptor, Library, library_of
 from .outputs import Call, Epoch, Known, KnownCalls, Outputs, Session, StaticOutput, View, replay
 from .plan import Part, Plan, common_device, number_of_key, plan

@@ -10,7 +10,7 @@ from threading import RLock, current_thread, enumerate, get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ProgramClosed, SessionBusy
-from .forks import FORKS, forked
+from ..process import FORKS, forked
 
 if TYPE_CHECKING:
     from .backend import Backend

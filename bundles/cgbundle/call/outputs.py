@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError
 from ..format.schema import DTYPES, EntrySpec, TensorSpec
-from ..format.spans import dense, is_dense, span
+from ..format.shapes import dense, is_dense, span
 from ..tensors.library import Descriptor, Guard, Library, Wrapper
 from .plan import Part, Slices
 
 if TYPE_CHECKING:
-    from ..format.open_files import KeptFile
+    from ..process import KeptFile
     from .aliasing import OutputAliases
     from .backend import Backend, Results
 

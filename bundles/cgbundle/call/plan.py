@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..errors import CallError
 from ..format.schema import Dimension, EntrySpec, Size, TensorSpec
-from ..format.size_expressions import evaluate, linear, text
+from ..format.shapes import evaluate, linear, text
 from ..tensors.library import Descriptor
 
 Slices = tuple[slice, ...]

@@ -9,10 +9,10 @@ from ctypes import addressof, create_string_buffer
 from functools import partial
 from typing import Any
 
-from ..format.file_names import SELF_TEST
-from ..format.safetensors import Mapped
+from ..format.file_names import SELF_TEST, self_test_entry
+from ..format.safetensors_files import Mapped, stored
 from ..format.schema import STATE, EntrySpec, Manifest
-from ..tensors.self_test_tensors import inputs_of
+from ..tensors.tensor import Tensor, from_bytes
 from .locks import closed, during
 from .outputs import Session
 
@@ -49,3 +49,9 @@ def warm_up(session: Session, manifest: Manifest, calls: Sequence[Warmup]) -> No
                     during(backend, None, partial(backend.store, index, addressof(memory), None))
     finally:
         stored.close()
+
+
+def inputs_of(self_test: Mapped, entry: EntrySpec, key: tuple[int, ...]) -> list[Tensor]:
+    """The self-test's inputs for `key`, copied."""
+    names = [self_test_entry(key, "input", index, entry.name) for index in range(len(entry.inputs))]
+    return [from_bytes(stored(self_test, name), self_test.entries[name].dtype, self_test.entries[name].shape) for name in names]

@@ -11,24 +11,24 @@ from threading import RLock, get_ident
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..call.forks import forked
 from ..call.locks import INSIDE, ExclusiveLock, Lock, Turn, closed, locked
 from ..errors import MachineError
 from ..format.archive import Archive
 from ..format.file_names import WEIGHTS, all_programs
 from ..format.schema import STATE, Target
-from ..format.spans import span
+from ..format.shapes import span
+from ..process import forked
 from ..validate.contents import SHARED_OBJECT, check_elf
-from ..weights.host import HostWeights, InitialState, anonymous, host_room, resized
 from . import libtorch
 from .host_region import INSTANCES, HostRegion, OutputLayouts, RegionOutputs, layout_of, open_region
+from .host_weights import HostWeights, InitialState, anonymous, host_room, resized
 from .machine import HINT, check_features, free_memory, memory_of_quota
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ..call.profile import Profile
-    from ..weights.update import Contents, OpenFile
+    from ..call.update import Contents, OpenFile
 
 
 Run = tuple[Callable[..., None], int, OutputLayouts, deque[RegionOutputs]]

@@ -12,13 +12,12 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from ..call.forks import FORKS
 from ..errors import CallError, MachineError, OutOfMemory
 from ..format.archive import Archive
-from ..format.open_files import make_calls, when_gone
 from ..format.schema import STATE, EntrySpec, Manifest, Program, Region, Value, Weight
-from ..format.spans import moving, span
-from ..weights.host import HostWeights
+from ..format.shapes import moving, span
+from ..process import FORKS, make_calls, when_gone
+from .host_weights import HostWeights
 from .libtorch import LibTorch, load_shared_object, numbers
 from .libtorch import built_with as version_of
 

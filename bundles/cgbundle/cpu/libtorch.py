@@ -13,8 +13,8 @@ from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
 from hashlib import sha256
 from threading import RLock
 
-from ..call.forks import FORKS
 from ..errors import MachineError
+from ..process import FORKS
 from ..validate.contents import SHARED_OBJECT, check_elf
 from .machine import threads_of_quota
 

@@ -1,1 +1,1 @@
-"""The CUDA driver alone: context, memory, kernels, their parameters (`launches`), runnable recordings (`graph_executor`)."""
+"""The CUDA driver alone: context, memory, uploads, kernels and their parameters, runnable recordings (`graph_executor`)."""

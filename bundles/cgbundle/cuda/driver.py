@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import _thread
 
-from ..call.forks import FORKS
 from ..errors import MachineError, OutOfMemory
+from ..process import FORKS
 from . import libcuda
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py

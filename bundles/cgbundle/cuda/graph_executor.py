@@ -7,20 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table, invalid
+from ..format.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table, invalid
+from . import libcuda
 from .driver import Context, call, check, cu
-from .launches import INPUTS, CopyingLaunch, Launches, Reader, attributes, copy_params, describe, memset_value, rows
-from .libcuda import (
-    CONDITION_IF,
-    CONDITION_SWITCH,
-    CONDITION_WHILE,
-    INSTANTIATE_USE_NODE_PRIORITY,
-    INVALID_VALUE,
-    MEMORY_TYPE_DEVICE,
-    NODE_TYPE_CONDITIONAL,
-    SET_CAPTURE_DEPENDENCIES,
-)
-from .modules import Modules
+from .kernels import INPUTS, CopyingLaunch, Launches, Modules, Reader, attributes, copy_params, describe, memset_value, rows
 from .structures import ConditionalNodeParams, EdgeData, KernelNodeParams, Memcpy3D, MemsetNodeParams
 
 PRIORITY = 8  # a launch attribute that needs a flag at instantiation
@@ -56,7 +46,7 @@ class GraphExecutor:
             nodes = build.into(self._graph)
             if len(outputs) <= COPIES and self._build is None:
                 self._add_copies(table, nodes, outputs)
-            flags = INSTANTIATE_USE_NODE_PRIORITY if PRIORITY in table.attribute_id.tolist() else 0
+            flags = libcuda.INSTANTIATE_USE_NODE_PRIORITY if PRIORITY in table.attribute_id.tolist() else 0
             self._exec = call("cuGraphInstantiate", self._graph, flags, detail=table.where)
         except BaseException:
             cu.cuGraphDestroy(self._graph)
@@ -88,7 +78,7 @@ class GraphExecutor:
                 error = cu.cuGraphExecMemcpyNodeSetParams(executable, node, params, context)
                 if error:
                     self._switch(False)
-                    if error == INVALID_VALUE:
+                    if error == libcuda.INVALID_VALUE:
                         return False
                     check("cuGraphExecMemcpyNodeSetParams", error)
             error = cu.cuGraphLaunch(executable, stream)
@@ -111,7 +101,7 @@ class GraphExecutor:
             finally:
                 if child is not self._graph:
                     cu.cuGraphDestroy(child)
-        call("cuStreamUpdateCaptureDependencies", stream, last, SET_CAPTURE_DEPENDENCIES)
+        call("cuStreamUpdateCaptureDependencies", stream, last, libcuda.SET_CAPTURE_DEPENDENCIES)
 
     def close(self) -> None:
         """Destroys the graphs; the driver finishes a running launch first."""
@@ -126,7 +116,7 @@ class GraphExecutor:
         last = [node for index, node in enumerate(nodes) if index not in followed]
         for address, size in outputs:
             params = Memcpy3D()
-            params.srcMemoryType = params.dstMemoryType = MEMORY_TYPE_DEVICE
+            params.srcMemoryType = params.dstMemoryType = libcuda.MEMORY_TYPE_DEVICE
             params.srcDevice = params.dstDevice = address
             params.WidthInBytes = params.srcPitch = params.dstPitch = size
             params.Height = params.Depth = params.srcHeight = params.dstHeight = 1
@@ -236,10 +226,11 @@ class _Build:
         return handle
 
     def _conditional(self, graph: Any, row: int, handle: Any, position: int) -> tuple[Any, list[Any]]:
-        params, table = ConditionalNodeParams(type=NODE_TYPE_CONDITIONAL), self._table
+        params, table = ConditionalNodeParams(type=libcuda.NODE_TYPE_CONDITIONAL), self._table
         first, last = table.conditional_bounds[row : row + 2]
         params.conditional.handle, params.conditional.ctx = handle, self._context.handle
-        params.conditional.type = (CONDITION_IF, CONDITION_WHILE, CONDITION_SWITCH)[table.conditional_type[row]]
+        kinds = (libcuda.CONDITION_IF, libcuda.CONDITION_WHILE, libcuda.CONDITION_SWITCH)
+        params.conditional.type = kinds[table.conditional_type[row]]
         params.conditional.size = last - first
         answer = cu.cuGraphAddConditionalNode(graph, None, 0, params)
         node = check("cuGraphAddNode", answer, describe(table, position, CONDITIONAL, row))

@@ -149,6 +149,19 @@ class Slot(NamedTuple):
     stream: Any
 
 
+class Piece(NamedTuple):
+    """`size` bytes at `begin` of a file, for `target` of memory weights."""
+
+    begin: int
+    size: int
+    target: int
+
+
+def place(group: Sequence[Piece]) -> tuple[int, int]:
+    """A group's offset in the file, and its bytes from first to last."""
+    return group[0].begin, group[-1].begin + group[-1].size - group[0].begin
+
+
 def staging(size: int, cleanup: ExitStack, *, pages: bool) -> memoryview:
     """Memory for slots, aligned to a huge page; `pages`: in huge pages if possible. `cleanup` keeps it alive."""
     memory = huge_pages(size + HUGE) if pages else mmap(-1, size + HUGE, flags=MAP_PRIVATE | MAP_ANONYMOUS)

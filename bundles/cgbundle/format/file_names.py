@@ -1,12 +1,12 @@
-"""Names of a bundle's entries and files, and of the tensors of its self-test; which programs donate to each other. Pure."""
+"""Names of a bundle's entries and files, and the tensors that a self-test compares. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from ..errors import CallError, EntryMissing, did_you_mean
-from .schema import Donation, EntrySpec, Manifest, Program, Weight
-from .spans import layout
+from .records import dataclass
+from .schema import EntrySpec, Manifest, Program, TensorSpec, Weight
 
 FORWARD = "forward"  # the entry of a model that names none; calls of the program itself go to it
 MANIFEST = "manifest.json"
@@ -113,18 +113,60 @@ def host_regions(entry: EntrySpec) -> set[int]:
     return {step.region for program in entry.programs for step in program.steps if step.kind == "host"}
 
 
-def donating_programs(manifest: Manifest) -> Iterator[tuple[Donation, int, int]]:
-    """Yields (donation, source program, target program) for programs whose output and input have the same layout. Programs are
-    counted over all entries. The donations must be valid."""
-    first, numbers = 0, {}
-    for entry in manifest.entries:
-        numbers[entry.name] = first, entry
-        first += len(entry.programs)
-    for donation in manifest.donations:
-        (begin, source), (start, target) = numbers[donation.source], numbers[donation.target]
-        readers: dict[object, list[int]] = {}
-        for number, program in enumerate(target.programs, start):
-            readers.setdefault(layout(program.values[program.inputs[donation.input]]), []).append(number)
-        for number, program in enumerate(source.programs, begin):
-            for reader in readers.get(layout(program.values[program.outputs[donation.output]]), ()):
-                yield donation, number, reader
+# --- the tensors that a self-test compares --------------------------------------------------------------------------------
+
+
+WAIVER = "mismatched-integers"
+"""Integers or booleans that differ from eager PyTorch's, because they depend on rounded floats.
+
+What it looks for: outputs of such a dtype that differ when the build compares the bundle with eager PyTorch.  Indices of floats
+that are equal within tolerance do not count.
+Why: compiled code rounds less often than eager PyTorch, and that can change a comparison or a conversion.
+Effect: the build fails with proof-failed.  With --allow, the fraction that differed is stored as the output's bound.
+Fix: return the floats instead, or build with --allow mismatched-integers.
+Source: the comparison in cgbundle/tensors/comparison.py.
+"""
+
+NEAR_TIES = "near-ties"
+"""Indices that another processor may select differently, because their floats are equal within tolerance.
+
+What it looks for: indices of `argmax`, `topk`, `sort`, `multinomial` and similar operators in the self-test, if another element is
+within tolerance of the selected one.
+Why: kernels of another processor round differently, and may select the other element.
+Effect: the fraction of such indices is stored as the output's bound, and `cgcompile verify --run` allows this fraction to differ.
+Fix: none needed; if the indices must be those of eager PyTorch, select among floats of a wider dtype.
+Source: cgcompile/transforms/near_ties.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedTensor:
+    """`kind`: output, mutated (an input) or state; `index`: its position in the signature or the weights."""
+
+    kind: str
+    index: int
+    name: str
+    dtype: str
+
+    @property
+    def title(self) -> str:
+        """`output logits (bfloat16)`."""
+        return f"{'input' if self.kind == 'mutated' else self.kind} {self.name} ({self.dtype})"
+
+
+def self_test_tensors(manifest: Manifest, entry: EntrySpec) -> list[ComparedTensor]:
+    """Outputs, mutated inputs, and state weights, in this order."""
+    tensors = [_compared("output", index, spec) for index, spec in enumerate(entry.outputs)]
+    mutated = [(index, entry.inputs[index]) for index in entry.mutated_inputs]
+    tensors += [_compared("mutated", index, spec) for index, spec in mutated]
+    state = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == "state"]
+    return tensors + [_compared("state", index, weight) for index, weight in state]
+
+
+def _compared(kind: str, index: int, row: TensorSpec | Weight) -> ComparedTensor:
+    return ComparedTensor(kind=kind, index=index, name=row.name, dtype=row.dtype)
+
+
+def is_exact(dtype: str) -> bool:
+    """Whether values have to be equal: integers and booleans."""
+    return not dtype.startswith(("float", "bfloat", "complex"))

@@ -11,10 +11,10 @@ from functools import cache, partial
 from typing import Any
 
 from ..errors import BundleError
-from . import json_text, limits, schema
-from .json_text import brief, expected, invalid, is_sha256, name, text, whole
+from ..format import limits, schema
+from .limits import brief, expected, invalid, is_sha256, name, text, whole
 from .records import defaults, members
-from .size_expressions import OPERATORS
+from .shapes import OPERATORS
 
 SEAL = "sha256"  # the key of the manifest's own hash
 VARIANTS = "variants"  # the key of the list of members that differ between variants
@@ -35,7 +35,7 @@ class Variants:
 
     def __init__(self, data: bytes) -> None:
         try:
-            plain = json_text.parse(data)
+            plain = limits.parse(data)
         except ValueError as error:
             raise BundleError("manifest-invalid", f"manifest.json: {error}") from None
         if not isinstance(plain, dict):

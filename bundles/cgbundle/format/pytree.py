@@ -13,8 +13,8 @@ from __future__ import annotations
 from keyword import iskeyword
 from typing import Any
 
-from . import json_text, limits
-from .json_text import invalid
+from ..format import limits
+from .limits import invalid
 from .schema import Tree
 
 RECORDS = ("object", "mapping")  # kinds of a record
@@ -46,7 +46,7 @@ def _check_all(trees: list[tuple[Any, Any]], where: str, tensors: int) -> None:
         place, tree, depth = waiting.pop()
         waiting += [((place, key), child, depth + 1) for key, child in reversed(_children(tree, place, depth, indices))]
     if indices != list(range(tensors)):
-        named = ", ".join(map(json_text.brief, indices[:8]))
+        named = ", ".join(map(limits.brief, indices[:8]))
         raise invalid(where, f"names the tensors {named or 'none'}, expected each of {tensors} once, in order")
 
 
@@ -62,8 +62,8 @@ def _children(tree: Any, place: Place, depth: int, indices: list[int]) -> list[t
         return []
     if kind == "value" and (body is None or type(body) in (bool, int, float, str)):
         if type(body) is int and not _is_whole(body):
-            raise json_text.expected(_spell(place), "an integer of 64 bits", body)
-        if type(body) is str and (reason := json_text.text_reason(body)):
+            raise limits.expected(_spell(place), "an integer of 64 bits", body)
+        if type(body) is str and (reason := limits.text_reason(body)):
             raise invalid(_spell(place), reason)
         return []
     if kind in ("tuple", "list") and type(body) is list:
@@ -83,7 +83,7 @@ def _are_pairs(body: Any) -> bool:
 def _check_keys(pairs: list[Any], place: Place) -> None:
     for key, _ in pairs:
         if not (_is_printable(key) if type(key) is str else _is_whole(key)):
-            raise invalid(_spell(place), f"the key {json_text.brief(key)} is neither a printable name nor a number of 64 bits")
+            raise invalid(_spell(place), f"the key {limits.brief(key)} is neither a printable name nor a number of 64 bits")
     if len({key for key, _ in pairs}) != len(pairs):
         raise invalid(_spell(place), "a key occurs twice")
 

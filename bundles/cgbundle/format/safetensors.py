@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from math import prod
 from typing import IO, Any
 
 from ..errors import BundleError
-from . import json_text, limits
-from .json_text import brief
+from ..format import limits
+from .limits import brief
 from .records import dataclass, replace
 from .schema import DTYPES
 
@@ -53,7 +50,7 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     if length > limits.JSON_BYTES:
         raise invalid(where, f"a header of {length} bytes, more than the limit of {limits.JSON_BYTES}")
     try:
-        plain = json_text.parse(file.read(length))
+        plain = limits.parse(file.read(length))
     except ValueError as error:
         raise invalid(where, f"the header: {error}") from None
     if type(plain) is not dict:
@@ -105,57 +102,3 @@ def _is_count(value: Any) -> bool:
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
     return DTYPES[dtype] * prod(shape)
-
-
-POPULATE_READ = 22  # MADV_POPULATE_READ (include/uapi/asm-generic/mman-common.h), not in Python 3.11
-
-
-class Mapped:
-    """A safetensors file (path or open descriptor), mapped read-only; processes share its pages. `writable`: pages that this
-    process writes become private copies. Addresses are valid until `close`. Raises weights-invalid."""
-
-    def __init__(self, file: str | int, where: str, *, writable: bool = False) -> None:
-        with open(file, "rb", closefd=not isinstance(file, int)) as opened:
-            opened.seek(0)
-            self.entries = read_header(opened, where)
-            self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ)
-        self._view = memoryview(self._map)
-        self._base = _address(self._view)
-
-    def address(self, name: str) -> int:
-        return self._base + self.entries[name].begin
-
-    def data(self, name: str) -> memoryview:
-        entry = self.entries[name]
-        return self._view[entry.begin : entry.end]
-
-    def populate(self) -> None:
-        """Loads all pages of the file into memory (Linux 5.14; older: starts readahead)."""
-        libc, size = ctypes.CDLL(None), len(self._map)
-        for advice in (POPULATE_READ, mmap.MADV_WILLNEED):
-            if not libc.madvise(ctypes.c_void_p(self._base), ctypes.c_size_t(size), advice):
-                return
-
-    def close(self) -> None:
-        """Unmaps the file, or leaves that to the last view from `data`."""
-        self._view.release()
-        with suppress(BufferError):
-            self._map.close()
-
-
-class _PyBuffer(ctypes.Structure):
-    """CPython's Py_buffer (stable ABI since 3.11). ctypes itself has addresses of writable buffers only."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p), ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
-    )  # fmt: skip
-
-
-def _address(view: memoryview) -> int:
-    buffer = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    address = int(buffer.buf or 0)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return address

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..cuda.background import PAUSE, QUIET, Background
 from ..cuda.driver import Context, Relaxed, call, driver_version
 from ..cuda.graph_executor import GraphExecutor
 from ..cuda.memory import Memories
@@ -18,12 +17,13 @@ from ..errors import BundleError, CallError, EntryMissing, MachineError, Program
 from ..format.archive import Archive
 from ..format.file_names import kernel_images
 from ..format.schema import MEMORIES, Engine, EngineTensor, Manifest
-from ..format.spans import dense, moving, span_of
-from ..tables.table import Move
+from ..format.shapes import dense, moving, span_of
+from ..process import PAUSE, QUIET, Background
 from ..tensors.library import library_of
 from ..validate.contents import check_loaded
 from ..validate.engine import Key, check_engine_states, checked_table, decode_key, span_of_tensor
 from .device_bundle import DeviceBundle, check_driver
+from .moves import Move, moved
 
 if TYPE_CHECKING:
     from ..signatures import Keys
@@ -313,7 +313,7 @@ def _attached(bundle: Archive, engine: Engine, placed: _Tensors, lazy: bool | No
 
     def executor(position: int) -> GraphExecutor:
         table = checked_table(bundle, position, images)
-        return GraphExecutor(context, table.moved(moves) or table, modules, memories.bases, context.stream, poison)
+        return GraphExecutor(context, moved(table, moves) or table, modules, memories.bases, context.stream, poison)
 
     with ExitStack() as undo:
         undo.callback(shared.release)

@@ -11,29 +11,27 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..call.forks import FORKS, forked
 from ..call.locks import ExclusiveLock, closed, during, locked
 from ..cuda import driver, memory
-from ..cuda.background import PAUSE, Background, ContextFuture
 from ..cuda.driver import Context, Relaxed, cu
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
-from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
 from ..format.archive import Archive
 from ..format.schema import KERNEL_CODE, STATE
-from ..format.spans import span
+from ..format.shapes import span
+from ..process import FORKS, PAUSE, Background, ContextFuture, forked
 from ..tensors.library import caller_captures
 from .device_bundle import DeviceBundle
-from .outputs import DeviceOutputs, HostCopies, HostOutputs
 from .programs import Executors, Programs, static_buffers
+from .streams import DeviceOutputs, HostCopies, HostOutputs, StreamOrder
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ..call.outputs import Caller
     from ..call.profile import Profile
+    from ..call.update import Contents, OpenFile
     from ..format.schema import Manifest
-    from ..weights.update import Contents, OpenFile
     from .host_steps import HostSteps
 
 SHARED = (WEIGHTS, KERNEL_CODE, PEER)  # memories that no session owns

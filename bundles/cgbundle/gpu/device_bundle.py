@@ -9,28 +9,28 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..cuda.background import ContextFuture
 from ..cuda.driver import Context, Relaxed, call, driver_version, free_bytes, require
-from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate
-from ..cuda.modules import Modules, states
+from ..cuda.kernels import Modules
+from ..cuda.memory import SMALLEST, WEIGHTS, Memories, Piece, allocate
+from ..cuda.upload import Upload, listed
 from ..errors import MachineError
 from ..format.archive import Archive
-from ..format.file_names import KERNELS, all_programs, donating_programs
+from ..format.file_names import KERNELS, all_programs
 from ..format.file_names import WEIGHTS as FILE
-from ..format.schema import STATE, Manifest, Target
-from ..format.spans import span
-from ..weights.reads import Piece
-from ..weights.upload import Upload, listed
+from ..format.schema import STATE, Target
+from ..process import ContextFuture
 
 if TYPE_CHECKING:
-    from ..weights.host import HostWeights, InitialState, Relocation
+    from ..cpu.host_weights import HostWeights, InitialState
+    from ..validate.module_state import ModuleState
+    from .moves import Relocation
 
 
 class DeviceBundle:
     """A bundle on GPU `device`; parameters and errors as for `CudaBackend`. It has one share, more by `retain`; the last `release`
     frees it. Hold `lock` to create graphs or load modules, `updating` to change weights or create a session over them. `hosted`:
     weights of host regions, or None. `programs` of all entries, `entries` the entry of each, `shared_files` recordings of several
-    steps, `donated` places of donated inputs (see `donated_places`), `relocation` of state that was moved."""
+    steps, `donated` places of donated inputs (see `moves.donated_places`), `relocation` of state that was moved."""
 
     def __init__(
         self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | ContextFuture | None,
@@ -43,7 +43,11 @@ class DeviceBundle:
         self.programs = list(all_programs(manifest))
         files = Counter(step.file for program in self.programs for step in program.steps if step.file)
         self.shared_files = {file for file, times in files.items() if times > 1}
-        self.donated = donated_places(manifest)
+        self.donated: dict[int, dict[int, dict[int, int]]] = {}
+        if manifest.donations:
+            from .moves import donated_places  # few bundles have any
+
+            self.donated = donated_places(manifest)
         self.lock = threading.RLock()  # reentrant: a session may be collected, and release its share, at any point of this thread
         self.updating, self.updated = threading.RLock(), False
         self._shares = 1
@@ -58,7 +62,11 @@ class DeviceBundle:
             pieces = listed(bundle)
             constants = any(region.kind == "host" and region.constants for region in manifest.regions)
             self.hosted = _host_weights(bundle) if constants else None
-            self._states = states(bundle)
+            self._states: tuple[ModuleState, ...] = ()
+            if manifest.module_state:
+                from ..validate.module_state import states  # few bundles have any
+
+                self._states = states(bundle)
             check_driver(manifest.target)
             if not isinstance(context, Context):  # before this, the context was being created
                 context = (context and context.take()) or Context(device)
@@ -67,7 +75,8 @@ class DeviceBundle:
             self.context = context
             self.relocation: Relocation | None = None
             if manifest.state_dimensions:
-                from ..weights.host import Relocation, gpu_room, resized  # few bundles have any
+                from ..cpu.host_weights import gpu_room, resized  # few bundles have any
+                from .moves import Relocation
 
                 with context:
                     self.manifest = resized(manifest, rows, gpu_room(free_bytes(), dict(manifest.memories)))
@@ -75,7 +84,7 @@ class DeviceBundle:
             self.sizes = dict(self.manifest.memories)
             self.initial: InitialState | None = None
             if self.sizes.get(STATE):
-                from ..weights.host import InitialState  # few models keep state
+                from ..cpu.host_weights import InitialState  # few models keep state
 
                 self.initial = InitialState(bundle, self.manifest)
             self._cleanup = ExitStack()
@@ -132,21 +141,9 @@ class DeviceBundle:
 
 
 def _host_weights(bundle: Archive) -> HostWeights:
-    from ..weights.host import HostWeights  # few bundles have host regions that read weights
+    from ..cpu.host_weights import HostWeights  # few bundles have host regions that read weights
 
     return HostWeights(bundle.mapped(FILE))
-
-
-def donated_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
-    """{program: {input position: {offset in memory arena: source program}}} of donated outputs of other entries. Outputs of the
-    same entry are copied, because the call overwrites them."""
-    programs = all_programs(manifest)
-    places: dict[int, dict[int, dict[int, int]]] = {}
-    for donation, source, target in donating_programs(manifest):
-        value = programs[source].values[programs[source].outputs[donation.output]]
-        if donation.source != donation.target and span(value):
-            places.setdefault(target, {}).setdefault(donation.input, {})[value.offset] = source
-    return places
 
 
 # --- whether a bundle can run here: checked before anything is put on the GPU ---------------------------------------------

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..call.forks import FORKS, forked
 from ..call.locks import ExclusiveLock, closed
 from ..cuda.driver import Context, check, cu
-from ..cuda.stream_order import StreamOrder
+from ..process import FORKS, forked
 from .programs import BoundProgram, Programs
+from .streams import StreamOrder
 
 if TYPE_CHECKING:
     from ..call.outputs import Caller

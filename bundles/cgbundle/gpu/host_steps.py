@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from ..cpu import libtorch
 from ..cpu.host_region import Found, HostRegion, RegionOutputs, check_layout, layout_of, open_region
+from ..cpu.host_weights import HostWeights
 from ..cuda.driver import check, cu
 from ..cuda.memory import Memories
 from ..format.archive import Archive
 from ..format.schema import Program, Step, Value
-from ..format.spans import span
-from ..weights.host import HostWeights
+from ..format.shapes import span
 
 
 class _Place(NamedTuple):

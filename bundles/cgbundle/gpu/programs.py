@@ -10,28 +10,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..cuda import memory
 from ..cuda.driver import Relaxed, call, check, cu
 from ..cuda.graph_executor import GraphExecutor
-from ..cuda.launches import CopyingLaunch, Reader
+from ..cuda.kernels import CopyingLaunch, Modules, Reader
 from ..cuda.memory import HOST, Memories, Output
-from ..cuda.modules import Modules
-from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
-from ..format.records import replace
-from ..format.schema import MEMORIES, STATE, EntrySpec, Program, Step
-from ..format.spans import extent, span
-from ..tables.table import Move, Table
+from ..format.schema import STATE, EntrySpec, Program, Step
+from ..format.shapes import extent, span
+from ..format.table import Table
 from .device_bundle import DeviceBundle
-from .outputs import DeviceOutputs, HostCopies, HostOutputs
+from .streams import DeviceOutputs, HostCopies, HostOutputs, StreamOrder
 
 if TYPE_CHECKING:
     from ..call.profile import Profile
     from ..cuda.stream_executor import StreamExecutor
     from .host_steps import HostSteps
+    from .moves import Move, Places
     from .step_times import StepClock
 
 INPUTS = "inputs"
 
 ALIGNMENT = 256  # bytes: recordings are valid for static buffers, and for other inputs with this alignment
-Places = tuple[tuple[int, int], ...]  # donated inputs that a launch reads in place: (position, offset in memory arena)
 
 
 class Input:
@@ -71,7 +68,7 @@ class Input:
         self.at = address
 
 
-class Executors(dict[tuple[str, tuple[Move, ...]], "GraphExecutor | StreamExecutor"]):
+class Executors(dict[tuple[str, "tuple[Move, ...]"], "GraphExecutor | StreamExecutor"]):
     """Executors by file of the table and by moves of memory."""
 
     def close(self) -> None:
@@ -242,6 +239,8 @@ class Programs:
         program, entry, donated = shared.programs[number], shared.entries[number], shared.donated.get(number, {})
         moves: tuple[Move, ...] = ()
         if places:
+            from .moves import with_inputs_at  # few bundles have donations
+
             program, moves = with_inputs_at(program, places)
         buffers = static_buffers(program, memories)
         rows = [program.values[index] for index in program.outputs]
@@ -291,7 +290,9 @@ class Programs:
         if shared.relocation is not None and table is not None:
             table = shared.relocation.moved(table)
         if moves and table is not None:
-            table = table.moved(moves)
+            from .moves import moved
+
+            table = moved(table, moves)
         if table is None:
             executor = self._executor(file, (), ())
         elif shared.mode == "graph":
@@ -308,20 +309,6 @@ def static_buffers(program: Program, memories: Memories) -> list[tuple[int, int]
     """(address, bytes) of each input's static buffer."""
     rows = [program.values[index] for index in program.inputs]
     return [(memories.address(row.memory, row.offset), span(row)) for row in rows]
-
-
-def with_inputs_at(program: Program, places: Places) -> tuple[Program, tuple[Move, ...]]:
-    """The program with inputs in memory arena, and the moves of its recordings. A kernel may have the address after an input's last
-    byte: it moves too, unless another input starts there."""
-    arena, inputs = MEMORIES.index("arena"), MEMORIES.index(INPUTS)
-    begins = {program.values[index].offset for index in program.inputs}
-    values, moves = list(program.values), []
-    for position, offset in places:
-        index = program.inputs[position]
-        begin, end = extent(values[index])
-        moves.append(Move(inputs, begin, end + (end not in begins), arena, offset))
-        values[index] = replace(values[index], memory="arena", offset=offset)
-    return replace(program, values=tuple(values)), tuple(moves)
 
 
 def _inputs_are_read(program: Program, entry: EntrySpec) -> bool:

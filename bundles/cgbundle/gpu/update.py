@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..call.update import Contents, OpenFile
+from ..cpu.host_weights import HostWeights, anonymous
 from ..cuda import memory
 from ..cuda.driver import Context, Relaxed, call, cu
 from ..cuda.libcuda import STREAM_NON_BLOCKING
+from ..cuda.memory import Piece
+from ..cuda.upload import Upload
 from ..errors import BundleError, CallError, OutOfMemory
 from ..format.schema import Weight
-from ..weights.host import HostWeights, anonymous
-from ..weights.reads import Piece
-from ..weights.update import Contents, OpenFile
-from ..weights.upload import Upload
 
 if TYPE_CHECKING:
     from .device_bundle import DeviceBundle

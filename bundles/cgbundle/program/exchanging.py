@@ -23,10 +23,10 @@ from ..errors import CallError, CgbundleError, MachineError, OutOfMemory
 from ..format.archive import Archive
 from ..format.file_names import all_programs
 from ..format.schema import World
+from ..format.table import Table
 from ..gpu.backend import CudaBackend
-from ..tables.collectives import exchanges, params
-from ..tables.table import Table
 from ..validate.manifest import GRANULARITY
+from ..validate.special_kernels import exchanges, params
 
 if TYPE_CHECKING:
     from ..call.outputs import Caller

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..call.plan import POLICIES
-from ..cuda.background import ContextFuture
 from ..errors import BundleError, CallError, MachineError
 from ..format.archive import Archive
 from ..format.file_names import SELF_TEST
+from ..process import ContextFuture
 from ..validate.contents import LEVELS, check_loaded
 from .program import Program
 

@@ -20,8 +20,8 @@ from ..format.schema import KERNEL_CODE, Manifest
 if TYPE_CHECKING:
     from ..call.backend import Backend
     from ..call.profile import Profile
-    from ..format.open_files import KeptFile
-    from ..format.safetensors import Mapped
+    from ..format.safetensors_files import Mapped
+    from ..process import KeptFile
     from .state import State
 
 
@@ -223,7 +223,7 @@ class Program(Entry):
     def open_self_test(self) -> Mapped:
         """The self-test of the loaded bundle.  The caller closes it.  For verification.  Raises ProgramClosed, weights-invalid."""
         from ..format.file_names import SELF_TEST  # no call needs it
-        from ..format.safetensors import Mapped
+        from ..format.safetensors_files import Mapped
 
         if self._session.self_test is None:
             raise closed(self.manifest.name)
@@ -260,7 +260,7 @@ class Program(Entry):
 
 def update_all(programs: Sequence[Program], weights: object, *, partial: bool) -> None:
     """`Program.update` for copies of a program and their sessions, all or none."""
-    from ..weights.update import update  # few programs are updated
+    from ..call.update import update  # few programs are updated
 
     roots = [program._root or program for program in programs]
     sessions = [[root._session, *root._sessions.parts()] for root in roots]  # not collected during the update

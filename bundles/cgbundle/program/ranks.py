@@ -12,14 +12,14 @@ from typing import Any
 
 from ..call.locks import during
 from ..cuda import memory
-from ..cuda.background import ContextFuture
 from ..cuda.driver import Context, call, cu
 from ..cuda.libcuda import EVENT_DISABLE_TIMING, MEM_FILE_DESCRIPTOR, PEER_ENABLED_BEFORE
 from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
 from ..gpu.device_bundle import check_device
-from ..gpu.outputs import DeviceOutputs, HostOutputs
+from ..gpu.streams import DeviceOutputs, HostOutputs
+from ..process import ContextFuture
 from ..tensors.library import caller_captures
 from ..validate.bundle import check_rank, check_ranks
 from .exchanging import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..call.locks import during
 from ..errors import CallError, StateMissing, did_you_mean
 from ..format.schema import STATE, Manifest, Weight
-from ..format.spans import is_dense, memory_order
+from ..format.shapes import is_dense, memory_order
 from ..tensors.library import caller_captures, library_of
 from ..tensors.tensor import Tensor, from_bytes
 

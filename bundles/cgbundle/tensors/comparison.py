@@ -12,11 +12,11 @@ from math import fsum, inf, nan, sqrt
 from typing import Any
 
 from ..errors import BundleError
-from ..format.file_names import SELF_TEST
-from ..format.safetensors import Entry, Mapped
+from ..format.file_names import SELF_TEST, is_exact
+from ..format.safetensors import Entry
+from ..format.safetensors_files import Mapped, stored
 from ..format.schema import DTYPES
 from .numbers import decode
-from .self_test_tensors import is_exact, stored
 
 
 def difference(dtype: str, expected: bytes, got: bytes) -> float:

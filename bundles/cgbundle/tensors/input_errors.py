@@ -9,8 +9,7 @@ from typing import Any
 
 from ..errors import CallError, CgbundleError
 from ..format.schema import DTYPES, TensorSpec
-from ..format.size_expressions import text
-from ..format.spans import dense
+from ..format.shapes import dense, text
 from .library import Descriptor
 from .numbers import is_safe
 

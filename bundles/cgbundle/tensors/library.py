@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..errors import CallError
 from ..format.schema import DTYPES
-from ..format.spans import dense
+from ..format.shapes import dense
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
 LEGACY_STREAM = 1  # CU_STREAM_LEGACY: producers make their data ready on it, and replays run in its order

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CallError
 from ..format.schema import DTYPES
-from ..format.spans import span_of
+from ..format.shapes import span_of
 from .library import Descriptor, Library, Wrapper, array_type, kind_of
 from .tensor import Tensor
 

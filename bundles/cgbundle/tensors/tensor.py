@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import CallError
 from ..format.schema import DTYPES
-from ..format.spans import dense, is_dense, span_of
+from ..format.shapes import dense, is_dense, span_of
 from .library import CPU, CUDA, LEGACY_STREAM, Descriptor, Library, Wrapper, check_place
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CallError
-from ..format.spans import span_of
+from ..format.shapes import span_of
 from .library import Descriptor, Guard, Library, Wrapper, array_type, kind_of
 from .tensor import Tensor
 

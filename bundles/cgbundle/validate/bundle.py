@@ -134,8 +134,8 @@ def _check_alike(manifest: Manifest, first: Manifest, number: int) -> None:
 
 def _check_exchanges(bundle: Archive, first: Archive) -> None:
     """At every int_key two ranks exchange the same data in the same order: a kernel waits for those of the other ranks."""
-    from ..tables.collectives import exchanges
-    from ..tables.table import Table
+    from ..format.table import Table
+    from .special_kernels import exchanges
 
     sides = []
     for archive in (bundle, first):

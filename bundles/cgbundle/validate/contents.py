@@ -10,7 +10,7 @@ from ..format import file_names
 from ..format.archive import Archive
 from ..format.safetensors import Entry
 from ..format.schema import File, Weight
-from ..format.spans import graph_memories, memory_order
+from ..format.shapes import graph_memories, memory_order
 from . import require
 from .manifest import check_manifest
 
@@ -61,9 +61,9 @@ def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[We
 
 def check_tables(bundle: Archive) -> None:
     """Raises table-invalid unless recordings and module states are valid, and each recording has its program's int_key."""
-    from ..tables.table import Table  # a cpu bundle has no tables
-    from .programs import check_overwrites, check_targets, check_untouched, donated_by_others, writable
-    from .recordings import PEER, check_recording, check_states
+    from ..format.table import Table  # a cpu bundle has no tables
+    from .programs import check_overwrites, check_targets, writable
+    from .recordings import PEER, check_recording
 
     manifest = bundle.manifest
     if manifest.engine is not None:
@@ -72,7 +72,6 @@ def check_tables(bundle: Archive) -> None:
         return check_engine_tables(bundle)
     memories, images = graph_memories(manifest.memories), file_names.kernel_images(manifest)
     for entry in manifest.entries:
-        donated = donated_by_others(manifest, entry.name)
         for program in entry.programs:
             allowed = writable(manifest, entry, program)
             for place, step in enumerate(program.steps):
@@ -81,11 +80,13 @@ def check_tables(bundle: Archive) -> None:
                 table = Table(bundle.data(step.file), step.file)
                 check_recording(table, memories, images)
                 if PEER in bytes(table.relocation_memory):
-                    from ..tables.collectives import exchanges  # few models are over several devices
+                    from .special_kernels import exchanges  # few models are over several devices
 
                     exchanges(table, manifest.world)
                 if manifest.donated:
-                    check_untouched(table, donated)
+                    from .state import check_untouched, donated_by_others  # few models have donations
+
+                    check_untouched(table, donated_by_others(manifest, entry.name))
                 if tuple(table.key) != program.key:
                     text = f"key: {tuple(table.key)}, the manifest uses it for {program.key}"
                     raise BundleError("table-invalid", f"{step.file}: {text}")
@@ -95,11 +96,15 @@ def check_tables(bundle: Archive) -> None:
                     check_rows_of_recording(manifest, table)
                 check_targets(table, allowed)
                 check_overwrites(program, place, table)
-    targets = check_states(bundle)
-    if manifest.donations and "inputs" in targets:
+    if not manifest.module_state:
+        return
+    from .module_state import states, targets  # few bundles have any
+
+    memories_of_states = targets(states(bundle))
+    if manifest.donations and "inputs" in memories_of_states:
         text = "a variable points at memory inputs, and donations give calls inputs that lie elsewhere"
         raise BundleError("table-invalid", f"{manifest.module_state}: {text}")
-    if manifest.state_dimensions and "state" in targets:
+    if manifest.state_dimensions and "state" in memories_of_states:
         text = "a variable points at memory state, whose rows a load counts"
         raise BundleError("table-invalid", f"{manifest.module_state}: {text}")
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BundleError
 from ..format.archive import Archive
 from ..format.file_names import kernel_images
-from ..format.json_text import invalid
-from ..format.limits import INTEGER, TABLE_ROWS
+from ..format.limits import INTEGER, TABLE_ROWS, invalid
 from ..format.schema import MEMORIES, Engine, EngineTensor, Manifest
-from ..format.spans import graph_memories, span_of
+from ..format.shapes import graph_memories, span_of
 from . import require
 
 if TYPE_CHECKING:
-    from ..tables.table import Table
+    from ..format.table import Table
 
 LARGEST_ALIGNMENT = 256  # torch's allocator aligns to 512; no kernel is known to need more than this
 USED = tuple([MEMORIES.index(name) for name in ("weights", "inputs", "arena")])
@@ -80,7 +79,7 @@ def check_engine_tables(bundle: Archive) -> None:
 
 def checked_table(bundle: Archive, position: int, images: Set[str]) -> Table:
     """The checked recording of graph `position`; `images`: kernel images. Raises table-invalid or relocation-invalid."""
-    from ..tables.table import Table
+    from ..format.table import Table
     from .recordings import check_recording
 
     manifest = bundle.manifest
@@ -97,9 +96,9 @@ def checked_table(bundle: Archive, position: int, images: Set[str]) -> Table:
 
 
 def check_engine_states(bundle: Archive) -> None:
-    from .recordings import check_states
+    from .module_state import states, targets
 
-    for memory in sorted(check_states(bundle) - {"weights"}):
+    for memory in sorted(targets(states(bundle)) - {"weights"}):
         text = f"{bundle.manifest.module_state}: a variable points at memory {memory}, which moves with the engine's tensors"
         raise BundleError("table-invalid", text)
 

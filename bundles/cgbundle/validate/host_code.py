@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..format.file_names import host_regions
-from ..format.json_text import parse
+from ..format.limits import parse
 from ..format.records import is_record, members
 from ..format.schema import Manifest, Value, Weight
 

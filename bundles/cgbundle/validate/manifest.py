@@ -8,12 +8,10 @@ from functools import partial
 
 from ..errors import BundleError
 from ..format import file_names, limits, pytree
-from ..format.file_names import FORWARD, host_regions
+from ..format.file_names import FORWARD, NEAR_TIES, WAIVER, host_regions, is_exact, self_test_tensors
 from ..format.safetensors import ALIGNMENT
 from ..format.schema import HOST, KERNEL_CODE, MEMORIES, STATE, Dimension, EntrySpec, Manifest, TensorSpec, Weight
-from ..format.size_expressions import linear, names
-from ..format.spans import span
-from ..tensors.self_test_tensors import NEAR_TIES, WAIVER, is_exact, self_test_tensors
+from ..format.shapes import linear, names, span
 from . import require, require_apart, require_whole_calls
 from .programs import check_programs, check_size_evaluations, checked_span
 

@@ -14,12 +14,11 @@ from ..errors import BundleError
 from ..format import limits
 from ..format.safetensors import nbytes
 from ..format.schema import HOST, MEMORIES, PERSISTENT, Alias, EntrySpec, Manifest, Program, Value, Weight
-from ..format.size_expressions import evaluate, operands
-from ..format.spans import Cover, Spans, extent, is_dense, span
+from ..format.shapes import Cover, Spans, evaluate, extent, is_dense, operands, span
 from . import require, require_apart
 
 if TYPE_CHECKING:
-    from ..tables.table import Table
+    from ..format.table import Table
 
 
 def check_programs(manifest: Manifest, entry: EntrySpec) -> None:
@@ -307,7 +306,7 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
         if index is not None:
             text = f"a node writes over value {index}, which {_reader(program, last[index])}"
             raise BundleError("table-invalid", f"{table.where}: {text}")
-    for memory, begin in _points(table):
+    for memory, begin in points(table):
         index = living.over(memory, begin, begin + 1)
         if index is not None and step_spans.over(memory, begin, begin + 1) is None:
             text = f"a node uses value {index}, which {_reader(program, last[index])}, and the step does not name it"
@@ -333,7 +332,7 @@ def writable(manifest: Manifest, entry: EntrySpec, program: Program) -> Cover:
 def check_targets(table: Table, allowed: Cover) -> None:
     """Raises table-invalid if a memset or memcpy of any graph or body writes to weights, or to inputs or state outside `allowed`.
     Needs `check_recording`."""
-    from ..tables.table import MEMCPY, MEMSET
+    from ..format.table import MEMCPY, MEMSET
     from .recordings import node_path
 
     for number, (memory, begin, size) in enumerate(written(table)):
@@ -342,20 +341,6 @@ def check_targets(table: Table, allowed: Cover) -> None:
             where = node_path(table, MEMSET, number) if number < memsets else node_path(table, MEMCPY, number - memsets)
             text = f"writes bytes {begin} to {begin + size} of memory {memory}, {KEPT[memory]}"
             raise BundleError("table-invalid", f"{where}: {text}")
-
-
-def check_untouched(table: Table, reserved: Spans) -> None:
-    """Raises table-invalid if the recording uses the arena's parts for donated outputs of other entries."""
-    for memory, begin, size in (*written(table), *[(memory, begin, 1) for memory, begin in _points(table)]):
-        if reserved.over(memory, begin, begin + size) is not None:
-            text = f"a node uses byte {begin} of memory {memory}, which is reserved for another entry"
-            raise BundleError("table-invalid", f"{table.where}: {text}")
-
-
-def donated_by_others(manifest: Manifest, entry: str) -> Spans:
-    """The parts of memory arena for outputs that other entries donate."""
-    rows = enumerate(manifest.donated)
-    return Spans(("arena", row.offset, row.offset + row.bytes, number) for number, row in rows if row.entry != entry)
 
 
 def _last_reads(program: Program) -> dict[int, int]:
@@ -368,7 +353,7 @@ def _reader(program: Program, place: int) -> str:
     return "is an output of the call" if place == len(program.steps) else f"steps[{place}] reads"
 
 
-def _points(table: Table) -> Iterator[tuple[str, int]]:
+def points(table: Table) -> Iterator[tuple[str, int]]:
     """(memory, offset) of every kernel argument and every source of a memcpy."""
     rows = zip(table.relocation_memory, table.relocation_offset, strict=True)
     for memory, offset in sorted({*rows, *zip(table.memcpy_memory[::2], table.memcpy_offset[::2], strict=True)}):

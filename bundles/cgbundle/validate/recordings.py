@@ -1,4 +1,4 @@
-"""Invariants of recordings and module states beyond their structure. Messages start with a path: `graphs/g0-8.bin: nodes[17].grid:
+"""Invariants of recordings beyond their structure. Messages start with a path: `graphs/g0-8.bin: nodes[17].grid:
 ...`."""
 
 from __future__ import annotations
@@ -7,18 +7,10 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 from ..errors import BundleError
-from ..format.archive import Archive
-from ..format.file_names import kernel_images
-from ..format.limits import BODY_DEPTH
 from ..format.schema import MEMORIES
-from ..format.spans import graph_memories
-from ..tables.table import CONDITIONAL, IF, KERNEL, MEMCPY, MEMSET, SET_CONDITION, SWITCH, WHILE, Table, invalid, launch_order
-
-if TYPE_CHECKING:
-    from ..tables.module_state import ModuleState
+from ..format.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, SET_CONDITION, Table, invalid, launch_order
 
 PEER = MEMORIES.index("peer")
 
@@ -56,6 +48,8 @@ def check_recording(table: Table, memories: Mapping[str, int], images: Collectio
     _check_copies(table, sizes)
     _check_edges(table)
     if CONDITIONAL in bytes(table.kind) or table.counts["handles"] or SET_CONDITION in table.symbols:
+        from .special_kernels import check_conditionals  # few models have any
+
         check_conditionals(table)
     if PEER in bytes(table.memset_memory) or PEER in bytes(table.memcpy_memory):
         raise invalid(f"{table.where}: memory", "a memset or memcpy in memory peer, which kernels alone write to")
@@ -131,7 +125,7 @@ def _check_relocations(table: Table, sizes: list[int]) -> None:
             elif blocks[begin + at : begin + at + 8] != _ZERO:
                 raise invalid(f"{node_path(table, KERNEL, kernel)}.block", f"the relocated word at {at} is not zero")
             elif offset >= sizes[memory] and (offset or sizes[memory]):
-                reason = f"the word at {at} points at {_outside(memory, offset, sizes)}"
+                reason = f"the word at {at} points at {outside(memory, offset, sizes)}"
             else:
                 free = at + 8
                 continue
@@ -194,7 +188,7 @@ def _extent_reason(memory: int, offset: int, extent: tuple[int, int, int], pitch
     if depth > 1 and rows < height:
         return f"slices {rows} rows apart, each of {height}"
     end = offset + ((depth - 1) * rows + height - 1) * pitch + width
-    return f"ends at {_outside(memory, end, sizes)}" if end > sizes[memory] else ""
+    return f"ends at {outside(memory, end, sizes)}" if end > sizes[memory] else ""
 
 
 def _check_edges(table: Table) -> None:
@@ -222,134 +216,8 @@ def node_path(table: Table, kind: int, row: int) -> str:
     return f"{table.where}: nodes[{position}]"
 
 
-def _outside(memory: int, offset: int, sizes: Sequence[int]) -> str:
+def outside(memory: int, offset: int, sizes: Sequence[int]) -> str:
     """Describes an invalid address. A size below 0: the bundle has no such memory."""
     if sizes[memory] < 0:
         return f"memory {MEMORIES[memory]}, which the bundle does not have"
     return f"byte {offset} of memory {MEMORIES[memory]}, which has {sizes[memory]}"
-
-
-def check_states(bundle: Archive) -> set[str]:
-    """The memories that a bundle's module states point to. Raises table-invalid as `check_module_states`."""
-    manifest = bundle.manifest
-    if not manifest.module_state:
-        return set()
-    from ..tables.module_state import decode_states  # few bundles have any
-
-    states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
-    check_module_states(states, manifest.module_state, graph_memories(manifest.memories), kernel_images(manifest))
-    return {MEMORIES[row.target.memory] for state in states for row in state.relocations}
-
-
-def check_module_states(states: Sequence[ModuleState], where: str, memories: Mapping[str, int], images: Collection[str]) -> None:
-    """Raises table-invalid unless images are known, symbols are unique, and relocations point into their memories."""
-    sizes = [memories.get(name, -1) for name in MEMORIES]
-    seen = set()
-    for row, state in enumerate(states):
-        path = f"{where}: states[{row}]"
-        if state.image not in images:
-            raise invalid(f"{path}.image", f"{state.image[:16]}... is not among the bundle's images")
-        if (state.image, state.symbol) in seen or not state.symbol.isprintable() or not state.symbol:
-            raise invalid(f"{path}.symbol", f"{state.symbol[:80]!r} is no symbol, or occurs twice")
-        seen.add((state.image, state.symbol))
-        for item in state.relocations:
-            memory, offset = item.target.memory, item.target.offset
-            if offset >= sizes[memory] and (offset or sizes[memory]):
-                raise invalid(f"{path}.relocations", f"the word at {item.at} points at {_outside(memory, offset, sizes)}")
-
-
-# --- conditional nodes, their bodies and the kernels that set their conditions -------------------------------------------
-
-
-PARAMS = [(0, 8), (8, 8)]
-"""(offset, size) of the parameters of SET_CONDITION: the address of a byte, and the handle."""
-
-BODIES = {IF: (1, 2), WHILE: (1, 1), SWITCH: (1, 256)}
-"""Minimum and maximum number of bodies by type of the conditional node; a switch selects by a byte."""
-
-
-def check_conditionals(table: Table) -> None:
-    """Raises table-invalid unless every body belongs to one earlier node, and every condition is set. One kernel of the graph sets
-    the condition directly before the node, one in a loop's body for the next iteration. No other kernel has the handle: its effect
-    in another graph is undefined."""
-    setters = _setters(table)
-    nodes = [position for position, kind in enumerate(table.kind) if kind == CONDITIONAL]
-    if not nodes and not setters:
-        return
-    homes = _bodies(table, nodes)
-    before = set(zip(table.edge_source, table.edge_target, strict=True))
-    for number, position in enumerate(nodes):
-        where = f"{table.where}: nodes[{position}]"
-        home, loop = table.graph(position), table.conditional_type[number] == WHILE
-        by_graph: dict[int, list[int]] = {}
-        for kernel, handle in setters:
-            if handle == number:
-                by_graph.setdefault(table.graph(kernel), []).append(kernel)
-        expected = {home, *homes[number]} if loop else {home}
-        if strays := sorted(set(by_graph) - expected):
-            where = f"{table.where}: nodes[{by_graph[strays[0]][0]}].handles"
-            raise invalid(where, f"sets the condition of node {position}, which is not of its graph")
-        for graph in sorted(expected):
-            if len(by_graph.get(graph, ())) != 1:
-                what = "before it" if graph == home else "in its body"
-                raise invalid(where, f"{len(by_graph.get(graph, ()))} kernels set its condition {what}, expected one")
-        if (by_graph[home][0], position) not in before:
-            raise invalid(where, f"no edge from node {by_graph[home][0]}, which sets its condition")
-
-
-def _bodies(table: Table, nodes: list[int]) -> list[list[int]]:
-    """For each conditional node, the graphs of its bodies."""
-    if (listed := table.conditional_body.tolist()) != list(range(table.counts["bodies"])):
-        raise invalid(f"{table.where}: nodes.bodies", f"{listed[:4]}..., expected each body once and in order")
-    graphs = []
-    depths = [0] * (table.counts["bodies"] + 1)
-    for number, position in enumerate(nodes):
-        where = f"{table.where}: nodes[{position}]"
-        first, last = table.conditional_bounds[number : number + 2]
-        fewest, most = BODIES[table.conditional_type[number]]
-        if not fewest <= last - first <= most:
-            raise invalid(f"{where}.bodies", f"{last - first}, expected {fewest} to {most}")
-        home = table.graph(position)
-        for body in range(first, last):
-            if body + 1 <= home:
-                reason = "holds the node itself" if body + 1 == home else "stands before it"
-                raise invalid(f"{where}.bodies", f"body {body} {reason}")
-            depths[body + 1] = depths[home] + 1
-            if depths[body + 1] > BODY_DEPTH:
-                raise invalid(f"{where}.bodies", f"more than {BODY_DEPTH} inside each other")
-        graphs.append([body + 1 for body in range(first, last)])
-    return graphs
-
-
-def _setters(table: Table) -> list[tuple[int, int]]:
-    """(position, conditional node) of every kernel that sets a condition."""
-    symbols = {row for row, symbol in enumerate(table.symbols) if symbol == SET_CONDITION}
-    for row in symbols:
-        bounds = slice(table.param_bounds[row], table.param_bounds[row + 1])
-        if list(zip(table.param_offset[bounds], table.param_size[bounds], strict=True)) != PARAMS:
-            raise invalid(f"{table.where}: functions[{row}].params", f"of {SET_CONDITION}: expected {PARAMS}")
-    columns = zip(table.handle_kernel, table.handle_at, table.handle_conditional, strict=True)
-    handles = {kernel: (at, number) for kernel, at, number in columns}
-    if len(handles) != table.counts["handles"]:
-        raise invalid(f"{table.where}: nodes.handles", "a kernel has two handles")
-    setters = []
-    kernels = [position for position, kind in enumerate(table.kind) if kind == KERNEL]
-    axes = (table.grid_x, table.grid_y, table.grid_z, table.threads_x, table.threads_y, table.threads_z)
-    for row, (function, position) in enumerate(zip(table.function, kernels, strict=True)):
-        where = f"{table.where}: nodes[{position}]"
-        if (function in symbols) != (row in handles):
-            what = "sets a condition without a handle" if function in symbols else f"has a handle and is not {SET_CONDITION}"
-            raise invalid(f"{where}.handles", what)
-        if row not in handles:
-            continue
-        begin, (at, number) = table.block_offset[row], handles[row]
-        if at != PARAMS[1][0] or table.block_size[row] != 16 or any(table.blocks[begin : begin + 16]):
-            raise invalid(f"{where}.handles", f"the handle at byte {at}, expected at {PARAMS[1][0]} of 16 bytes of zeros")
-        if table.relocation_at[slice(*table.relocation_bounds[row : row + 2])].tolist() != [PARAMS[0][0]]:
-            raise invalid(f"{where}.relocations", "expected the byte's address alone, at 0")
-        if (sizes := [axis[row] for axis in axes]) != [1] * 6:
-            raise invalid(f"{where}.grid", f"{sizes}, expected a single thread")
-        if table.undefined_bounds[row] != table.undefined_bounds[row + 1]:
-            raise invalid(f"{where}.undefined", "expected none")
-        setters.append((position, number))
-    return setters

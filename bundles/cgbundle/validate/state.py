@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import BundleError
 from ..format import limits
 from ..format.safetensors import ALIGNMENT
-from ..format.schema import DTYPES, HOST, MEMORIES, PERSISTENT, STATE, Alias, EntrySpec, Manifest, Program, Value
-from ..format.spans import extent, is_dense, layout, span
+from ..format.schema import DTYPES, HOST, MEMORIES, PERSISTENT, STATE, Alias, Donation, EntrySpec, Manifest, Program, Value
+from ..format.shapes import Spans, extent, is_dense, layout, span
 from . import require, require_apart, require_whole_calls
-from .programs import donated_by_others
+from .programs import points, written
 
 if TYPE_CHECKING:
-    from ..tables.table import Table
+    from ..format.table import Table
 
 
 def check_state(manifest: Manifest) -> None:
@@ -218,3 +219,34 @@ def _check_donated(manifest: Manifest) -> None:
                 (begin, end), (first, last) = extent(value), parts[entry.name]
                 inside = not span(value) or (value.memory == "arena" and first <= begin and end <= last)
                 require(inside, f"{at}.outputs[{output}]", "is donated, and lies outside of its entry's part")
+
+
+def donating_programs(manifest: Manifest) -> Iterator[tuple[Donation, int, int]]:
+    """Yields (donation, source program, target program) for programs whose output and input have the same layout. Programs are
+    counted over all entries. The donations must be valid."""
+    first, numbers = 0, {}
+    for entry in manifest.entries:
+        numbers[entry.name] = first, entry
+        first += len(entry.programs)
+    for donation in manifest.donations:
+        (begin, source), (start, target) = numbers[donation.source], numbers[donation.target]
+        readers: dict[object, list[int]] = {}
+        for number, program in enumerate(target.programs, start):
+            readers.setdefault(layout(program.values[program.inputs[donation.input]]), []).append(number)
+        for number, program in enumerate(source.programs, begin):
+            for reader in readers.get(layout(program.values[program.outputs[donation.output]]), ()):
+                yield donation, number, reader
+
+
+def check_untouched(table: Table, reserved: Spans) -> None:
+    """Raises table-invalid if the recording uses the arena's parts for donated outputs of other entries."""
+    for memory, begin, size in (*written(table), *[(memory, begin, 1) for memory, begin in points(table)]):
+        if reserved.over(memory, begin, begin + size) is not None:
+            text = f"a node uses byte {begin} of memory {memory}, which is reserved for another entry"
+            raise BundleError("table-invalid", f"{table.where}: {text}")
+
+
+def donated_by_others(manifest: Manifest, entry: str) -> Spans:
+    """The parts of memory arena for outputs that other entries donate."""
+    rows = enumerate(manifest.donated)
+    return Spans(("arena", row.offset, row.offset + row.bytes, number) for number, row in rows if row.entry != entry)

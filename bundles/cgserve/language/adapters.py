@@ -15,7 +15,7 @@ from typing import Any
 
 from cgbundle.errors import CgbundleError
 from cgbundle.format.file_names import entry_named
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.format.schema import Manifest
 from cgbundle.tensors.tensor import Tensor
 

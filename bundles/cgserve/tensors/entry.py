@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from cgbundle.format.size_expressions import text
+from cgbundle.format.shapes import text
 from cgbundle.tensors.tensor import from_bytes
 
 from ..batching.request_queue import Batch, RequestQueue

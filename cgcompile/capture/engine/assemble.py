@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cgbundle.format.schema import MEMORIES, EngineSpan, EngineTensor
-from cgbundle.tables.module_state import ModuleState
+from cgbundle.validate.module_state import ModuleState
 
 from ...bundle.recordings import Recording
 from ...errors import BuildError, ModelError

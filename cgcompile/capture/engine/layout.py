@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cgbundle.format.spans import span_of
+from cgbundle.format.shapes import span_of
 
 from ...targets.memory_layout import ALIGN, PAD, align
 from ..take import Range

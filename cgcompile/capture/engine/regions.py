@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.format.schema import Engine
-from cgbundle.format.spans import span_of
+from cgbundle.format.shapes import span_of
 from cgbundle.gpu.engine_replay import POISON, Place
 from cgbundle.validate.engine import span_of_tensor
 

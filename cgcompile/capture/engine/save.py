@@ -156,7 +156,7 @@ def _complete(
 
 def _write(stage: Path, first: EngineTake, mine: EngineTake, assembled: AssembledEngine, name: str) -> Manifest:
     """Writes all files except the manifest, and returns the manifest."""
-    from cgbundle.format import file_names, safetensors_writer
+    from cgbundle.format import file_names, safetensors_files
     from cgbundle.format.schema import KERNEL_CODE, VERSION, Manifest, Target
 
     from ...bundle import recordings as tables
@@ -175,7 +175,7 @@ def _write(stage: Path, first: EngineTake, mine: EngineTake, assembled: Assemble
     if assembled.states:
         (stage / STATES_FILE).write_bytes(tables.encode_states(assembled.states))
     with open(stage / file_names.WEIGHTS, "wb") as file:
-        safetensors_writer.write(file, {})
+        safetensors_files.write(file, {})
     weights = write_tables(stage / file_names.TABLES, assembled.tables)
     return Manifest(
         version=VERSION,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cgbundle.format import safetensors
+from cgbundle.format import safetensors, safetensors_files
 from cgbundle.format.schema import HOST, Weight
 
 from ...model.flat_module import PREFIX
@@ -66,7 +66,7 @@ def on_host(path: Path, rows: Iterable[Weight]) -> dict[str, torch.Tensor]:
     host_rows = [row for row in rows if row.memory == HOST]
     if not host_rows:
         return {}
-    mapped = safetensors.Mapped(str(path), str(path), writable=True)  # torch.frombuffer warns about read-only memory
+    mapped = safetensors_files.Mapped(str(path), str(path), writable=True)  # torch.frombuffer warns about read-only memory
     tensors = {}
     for row in host_rows:
         dtype = getattr(torch, row.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch.export import ExportedProgram
 
 from cgbundle.format.schema import Size, Tree
-from cgbundle.format.size_expressions import evaluate
+from cgbundle.format.shapes import evaluate
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule, ProgramModule, Reference, run_eager

@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement
 
 from cgbundle.format import limits
 from cgbundle.format.schema import Size
-from cgbundle.format.size_expressions import evaluate, operands
+from cgbundle.format.shapes import evaluate, operands
 
 Points = Sequence[tuple[Mapping[str, int], int]]
 """(sizes of the declared dimensions, size of the axis at these sizes)."""

@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 
 from cgbundle.format.schema import DataSize, Size, TensorSpec
-from cgbundle.format.size_expressions import evaluate, linear
+from cgbundle.format.shapes import evaluate, linear
 
 from ...errors import ModelError
 from ...model import dynamic_axes as axes

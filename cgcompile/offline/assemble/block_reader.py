@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 
-from cgbundle.tables.module_state import Address
+from cgbundle.validate.module_state import Address
 from cgcompile.bundle.recordings import Function, KernelNode, Recording
 
 from ...errors import BuildError

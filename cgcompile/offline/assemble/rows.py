@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cgbundle.format.schema import MEMORIES, Value
-from cgbundle.tables.module_state import Address, Relocation
+from cgbundle.validate.module_state import Address, Relocation
 from cgbundle.validate.recordings import EDGE_PROGRAMMATIC, KERNEL_PORT_PROGRAMMATIC
 from cgcompile.bundle.recordings import Edge, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from cgbundle.format import safetensors
 from cgbundle.format.schema import DTYPES, HOST, MEMORIES, Value
-from cgbundle.format.spans import span
-from cgbundle.tables.module_state import Address
+from cgbundle.format.shapes import span
+from cgbundle.validate.module_state import Address
 from cgcompile.bundle.recordings import ConditionalNode, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
 from ...errors import BuildError

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cgbundle.format.schema import MEMORIES, DonatedRange, IntKey, Value
-from cgbundle.tables.module_state import Address, ModuleState, Relocation
+from cgbundle.validate.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle.recordings import KernelNode, MemcpyNode, MemsetNode, Node
 
 from ...capture.placement import SEGMENT_ALIGN

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import get_args
 
 from cgbundle.format.schema import DTYPES, MEMORIES, World
-from cgbundle.tables.collectives import FIRST_PEER, INPUT, OUTPUT, packed, params, unpacked
-from cgbundle.tables.module_state import Address, Relocation
 from cgbundle.validate.manifest import GRANULARITY
+from cgbundle.validate.module_state import Address, Relocation
+from cgbundle.validate.special_kernels import FIRST_PEER, INPUT, OUTPUT, packed, params, unpacked
 from cgcompile.bundle.recordings import Function, KernelNode
 
 from .exchange_memory import LIMIT, STATUS, ExchangeMemory

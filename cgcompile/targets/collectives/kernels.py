@@ -10,11 +10,11 @@ the data of a packet, or 16 bytes of a buffer.
 
 Only memory changes from launch to launch, so a graph with these kernels can be stored and replayed.  All ranks launch the same
 collectives in the same order, with the same blocks and threads, and with at least as many threads as ranks.  All blocks of a
-launch must fit on the GPU at once.  `cgbundle.tables.collectives` defines the parameters: the input, the output, and the exchange
-memories of all ranks in order; the bytes between the parts of the input for two ranks, 0 if all ranks get the same; the number of
-pieces for each rank; the number of this rank; a bit for each rank that sends.  If buffers are stored side by side, ranks without
-this bit only set flags.  A kernel that reaches the time limit stores the rank for which it waited, and stops waiting.  Later
-kernels do not wait either.
+launch must fit on the GPU at once.  `cgbundle.validate.special_kernels` defines the parameters: the input, the output, and the
+exchange memories of all ranks in order; the bytes between the parts of the input for two ranks, 0 if all ranks get the same; the
+number of pieces for each rank; the number of this rank; a bit for each rank that sends.  If buffers are stored side by side, ranks
+without this bit only set flags.  A kernel that reaches the time limit stores the rank for which it waited, and stops waiting.
+Later kernels do not wait either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from cgbundle.tables.collectives import params as params
+from cgbundle.validate.special_kernels import params as params
 
 from ..kernels.ptxas import assemble
 from .buffers import buffers

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cgbundle.format.schema import IntKey, Program, Step, Value
-from cgbundle.format.spans import span
+from cgbundle.format.shapes import span
 
 from ...partition.split import Partition, PlannedRegion
 from ..memory_layout import align

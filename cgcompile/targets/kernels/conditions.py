@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 
-from cgbundle.tables.module_state import Address, Relocation
-from cgbundle.tables.table import SET_CONDITION
-from cgbundle.validate.recordings import PARAMS
+from cgbundle.format.table import SET_CONDITION
+from cgbundle.validate.module_state import Address, Relocation
+from cgbundle.validate.special_kernels import PARAMS
 from cgcompile.bundle.recordings import Function, Handle, KernelNode
 
 from .ptxas import assemble

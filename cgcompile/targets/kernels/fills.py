@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cgbundle.tables.module_state import Relocation
+from cgbundle.validate.module_state import Relocation
 from cgcompile.bundle.recordings import Function, KernelNode, MemsetNode, Node, Recording
 
 from .ptxas import assemble

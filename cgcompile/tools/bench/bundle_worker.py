@@ -41,7 +41,7 @@ class BundleModel:
         from cgbundle import self_test
         from cgbundle.format import file_names
         from cgbundle.format.file_names import entry_named
-        from cgbundle.format.safetensors import Mapped
+        from cgbundle.format.safetensors_files import Mapped
 
         self._spec = entry_named(self._loaded.manifest, job["entry"])
         self._self_test = Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)
@@ -125,7 +125,7 @@ class BundleModel:
     def _upload(self, value: Tensor, index: int) -> Tensor:
         """Copies input number `index` to the GPU, with the signature's axis order, so that the runtime need not rearrange it."""
         from cgbundle.cuda import driver
-        from cgbundle.format.spans import dense
+        from cgbundle.format.shapes import dense
         from cgbundle.tensors import tensor
 
         order = self._program.inputs[index].order

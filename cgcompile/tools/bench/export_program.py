@@ -27,7 +27,7 @@ from torch.export.passes import move_to_device_pass
 from cgbundle.format import archive, file_names
 from cgbundle.format.file_names import entry_named
 from cgbundle.format.schema import Weight
-from cgbundle.format.spans import memory_order
+from cgbundle.format.shapes import memory_order
 
 from ...errors import BuildError
 from ...model.flat_module import PREFIX

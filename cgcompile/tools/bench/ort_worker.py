@@ -28,7 +28,7 @@ class OnnxModel:
         laps.mark("load")
         from cgbundle.format import archive, file_names
         from cgbundle.format.file_names import entry_named
-        from cgbundle.format.safetensors import Mapped
+        from cgbundle.format.safetensors_files import Mapped
         from cgbundle.self_test import inputs_of
 
         self._job, self._gpu = job, job["target"] == "cuda"

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cgbundle.format.safetensors import Mapped
+    from cgbundle.format.safetensors_files import Mapped
 
 SPAWNED = "CGCOMPILE_BENCH_SPAWNED"
 """Environment variable: the start time of the process, in seconds of the monotonic clock, which all processes share."""

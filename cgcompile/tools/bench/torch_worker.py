@@ -18,7 +18,7 @@ from .protocol import beside_stored
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cgbundle.format.safetensors import Mapped
+    from cgbundle.format.safetensors_files import Mapped
 
     from .protocol import Laps
 
@@ -83,7 +83,7 @@ class TorchModel:
 
     def _beside_stored(self, key: int, kind: str, index: int, got: torch.Tensor) -> tuple[float, bool]:
         from cgbundle.format import file_names
-        from cgbundle.format.safetensors import Mapped
+        from cgbundle.format.safetensors_files import Mapped
 
         from ...util.raw_bytes import raw
         from ...util.tolerance import compare
@@ -258,7 +258,7 @@ class UserModule:
 def _inputs(job: dict[str, Any], key: int) -> list[torch.Tensor]:
     """Returns the self-test's inputs at an int_key, on the CPU, in the signature's layout."""
     from cgbundle.format import file_names  # imported here, after the measured start
-    from cgbundle.format.safetensors import Mapped
+    from cgbundle.format.safetensors_files import Mapped
 
     with closing(Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)) as self_test:
         tensors = []

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from cgbundle.errors import CgbundleError
 from cgbundle.format import file_names
 from cgbundle.format.archive import Archive
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.format.schema import File, Manifest
+from cgbundle.format.table import Table
 from cgbundle.format.variants import variant_name
-from cgbundle.tables.module_state import ModuleState, decode_states
-from cgbundle.tables.table import Table
 from cgbundle.validate import contents
 from cgbundle.validate.bundle import check_self_test
 from cgbundle.validate.manifest import check_manifest
+from cgbundle.validate.module_state import ModuleState, decode_states
 from cgcompile.bundle.recordings import Recording, decode
 
 

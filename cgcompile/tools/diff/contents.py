@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from functools import cache
 
 from cgbundle.format import file_names
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.format.schema import DTYPES
 
 from .bundle_files import BundleFiles, tensors

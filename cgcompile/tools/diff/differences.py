@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cgbundle.format.size_expressions import text as size_text
+from cgbundle.format.shapes import text as size_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

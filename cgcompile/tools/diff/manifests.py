@@ -15,7 +15,7 @@ from cgbundle.format.file_names import FORWARD
 from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.safetensors import ALIGNMENT
 from cgbundle.format.schema import Alias, EntrySpec, Manifest, Program, Proof, Value, Weight
-from cgbundle.format.spans import dense
+from cgbundle.format.shapes import dense
 
 from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, compare_rows, unique_names, value_text
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from cgbundle.format.schema import MEMORIES
-from cgbundle.tables.module_state import Address
+from cgbundle.validate.module_state import Address
 from cgcompile.bundle.recordings import ConditionalNode, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording
 
 KINDS: dict[type, str] = {

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 
-from cgbundle.tables.module_state import ModuleState
+from cgbundle.validate.module_state import ModuleState
 from cgcompile.bundle.recordings import Recording
 
 from .bundle_files import BundleFiles, recording, table

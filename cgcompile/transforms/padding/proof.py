@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from cgbundle.format.schema import Dimension
-from cgbundle.format.size_expressions import evaluate, linear, names
+from cgbundle.format.shapes import evaluate, linear, names
 
 from ...model.devices.index_guard import FAILURES, guarded_indices
 from ...model.flat_module import PREFIX, padded_calls, run_eager

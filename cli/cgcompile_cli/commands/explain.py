@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import UsageError
+from ..errors import CATALOGUE, UsageError
 from ..output import count, safe, write_json
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def explain(
 def _all() -> tuple[Explanation, ...]:
     from cgcompile.util.explanations import explanations
 
-    return explanations({"cgcompile_cli": UsageError.catalogue})
+    return explanations({"cgcompile_cli": CATALOGUE})
 
 
 def _plain(explanation: Explanation) -> dict[str, object]:

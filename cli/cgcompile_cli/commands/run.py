@@ -238,7 +238,7 @@ def _stored(path: str, entry: EntrySpec, chosen: IntKey) -> list[Tensor]:
 def _read(path: str, entry: EntrySpec) -> list[Tensor]:
     """Reads the inputs by name.  Raises UsageError for a file that is not safetensors, lacks an input, or has other tensors."""
     from cgbundle.errors import BundleError
-    from cgbundle.format.safetensors import Mapped
+    from cgbundle.format.safetensors_files import Mapped
     from cgbundle.tensors.tensor import from_bytes
 
     input_names = [spec.name for spec in entry.inputs]
@@ -267,7 +267,7 @@ def _check_outputs(path: str, as_json: bool) -> None:
 
 
 def _write(path: str, named_tensors: list[tuple[str, Tensor]]) -> None:
-    from cgbundle.format.safetensors_writer import write
+    from cgbundle.format.safetensors_files import write
 
     tensors = {name: (value.dtype, value.shape, value.tobytes) for name, value in named_tensors}
     if path == STDOUT:

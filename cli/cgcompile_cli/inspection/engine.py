@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cgbundle.format.archive import Archive
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
 from cgbundle.validate.engine import decode_key
 
 from .. import summary

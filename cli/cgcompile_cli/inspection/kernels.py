@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, json_text
+from cgbundle.format import archive, limits
 from cgbundle.format.file_names import all_programs
+from cgbundle.format.table import Table as Recording
 from cgbundle.format.variants import variant_name
-from cgbundle.tables.table import Table as Recording
 
 from ..output import safe, size
 
@@ -76,7 +76,7 @@ def _choices(path: str, files: dict[str, Any], variant_file: str) -> dict[tuple[
         return {}
     data = archive.read(path, files[name])
     try:
-        rows = json_text.parse(data)
+        rows = limits.parse(data)
         return {(str(row["image"]), str(row["symbol"])): (str(row["configuration"]), str(row["chosen"])) for row in rows}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BundleError("file-damaged", f"{name}: not a list of kernels and their configurations") from error

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from cgbundle.format.schema import EntrySpec, Manifest, Program, Weight
-from cgbundle.format.spans import span
+from cgbundle.format.shapes import span
 
 
 class Names:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from cgbundle.format import archive, file_names
 from cgbundle.format.schema import MEMORIES, EntrySpec, Manifest, Program, Step
-from cgbundle.format.spans import graph_memories, span
-from cgbundle.tables.table import CONDITIONAL, SET_CONDITION, SWITCH, WHILE, Table, launch_order
+from cgbundle.format.shapes import graph_memories, span
+from cgbundle.format.table import CONDITIONAL, SET_CONDITION, SWITCH, WHILE, Table, launch_order
 from cgbundle.validate.recordings import check_recording
 
 from ..output import size
@@ -214,7 +214,7 @@ def _conditional(table: Table, row: int, reader: _Reader) -> NodeRow:
 
 
 _READ = (_empty, _kernel, _memset, _memcpy, _conditional)
-"""Functions that describe a node, in the order of the kinds in cgbundle.tables.table."""
+"""Functions that describe a node, in the order of the kinds in cgbundle.format.table."""
 
 
 def _step_row(manifest: Manifest, program: Program, index: int, step: Step, names: Names) -> NodeRow:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cgbundle.weights.update import updatable
+from cgbundle.call.update import updatable
 
 from .. import summary
 from ..output import count, first_rows, listed, shortened, table

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from cgbundle.format.file_names import self_test_tensors
 from cgbundle.format.schema import EntrySpec, Manifest, Program
-from cgbundle.tensors.self_test_tensors import self_test_tensors
 
 from ..int_keys import spell
 from ..output import first_lines, shortened, size, table

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from cgbundle.format.file_names import FORWARD
-from cgbundle.format.spans import span
+from cgbundle.format.shapes import span
 from cgbundle.self_test import name_key
 
 from ..inspection.kernels import KernelLaunches

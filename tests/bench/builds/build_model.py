@@ -12,7 +12,7 @@ import cgcompile
 from cgbundle import CgbundleError
 from cgbundle.format import file_names
 from cgbundle.format.schema import Manifest
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
 from tests.bench.builds import built_models
 
 

@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from cgbundle.weights import reads as weight_reads
-from cgbundle.weights.reads import Piece, WeightReader, place
-from cgbundle.weights.upload import AHEAD, Way, chunks, way
+from cgbundle.cuda import upload as weight_reads
+from cgbundle.cuda.memory import Piece, place
+from cgbundle.cuda.upload import AHEAD, Way, WeightReader, chunks, way
 
 ROUNDS = 4
 

@@ -11,7 +11,7 @@ from cuda.bindings import driver
 
 import cgbundle
 from cgbundle.format import archive, file_names
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.gpu.backend import CudaBackend
 from tests.bench.gpu_cold import serve_torch
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import cgbundle
 from cgbundle.cuda import driver
 from cgbundle.cuda.driver import Context
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.self_test import inputs_of
 
 SETTLED = 10

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cgbundle.format import archive, file_names
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.tensors import comparison
 from tests.bench.builds import built_models
 from tests.bench.common import child_rows, report, serving

@@ -14,11 +14,11 @@ WATCHED = {
     "cgbundle.format.archive": (("read_manifest", "manifest"),),
     "cgbundle.validate.contents": (("check_loaded", "checks and hashes"),),
     "cgbundle.validate.recordings": (("check_recording", "checks of the tables"),),
-    "cgbundle.cuda.background": (("ContextFuture.take", "waiting for the context"),),
+    "cgbundle.process": (("ContextFuture.take", "waiting for the context"),),
     "cgbundle.cuda.driver": (("Context.__init__", "context"),),
     "cgbundle.cuda.memory": (("Memories.__init__", "memories"),),
-    "cgbundle.weights.upload": (("Upload.__init__", "start of the weights"), ("Upload.wait", "waiting for the weights")),
-    "cgbundle.cuda.modules": (("Modules.function", "modules"),),
+    "cgbundle.cuda.upload": (("Upload.__init__", "start of the weights"), ("Upload.wait", "waiting for the weights")),
+    "cgbundle.cuda.kernels": (("Modules.function", "modules"),),
     "cgbundle.cuda.graph_executor": (("GraphExecutor.__init__", "graphs"),),
 }
 """Module -> (function, label of its time)."""

@@ -19,8 +19,8 @@ from cuda.bindings import driver as cu
 from cgbundle.cuda.driver import check
 from cgbundle.format import archive
 from cgbundle.format.archive import Archive
+from cgbundle.format.table import KERNEL, Table
 from cgbundle.gpu.backend import CudaBackend
-from cgbundle.tables.table import KERNEL, Table
 
 ROUNDS = 9
 FILLED = 4 << 30

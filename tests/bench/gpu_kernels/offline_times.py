@@ -15,7 +15,7 @@ from cuda.bindings import driver as cu
 from cgbundle import self_test
 from cgbundle.cuda.driver import check
 from cgbundle.format import archive, file_names
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.format.schema import EntrySpec
 from cgbundle.gpu.backend import CudaBackend
 

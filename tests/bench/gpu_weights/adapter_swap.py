@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import cgbundle
-from cgbundle.gpu import outputs
+from cgbundle.gpu import streams
 from tests.bench.common import children
 
 ROUNDS = 12
@@ -53,7 +53,7 @@ def main() -> int:
         right = True
         for copies in ("threads", "driver"):
             if copies == "driver":
-                outputs.LARGE = 1 << 62
+                streams.LARGE = 1 << 62
             with cgbundle.load(path) as program:
                 print(f"large copies by {'the driver alone' if copies == 'driver' else copies}:", flush=True)
                 right = measure(lora, program, adapters) and right

@@ -23,7 +23,7 @@ import numpy
 
 import cgbundle
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive, file_names, safetensors, safetensors_writer
+from cgbundle.format import archive, file_names, safetensors_files
 from cgbundle.tensors import tensor
 
 SESSIONS = 4
@@ -131,8 +131,8 @@ def write(bundle: str, path: Path, seed: int) -> str:
     """Writes random weights under the bundle's names; frozen weights keep their values."""
     random, manifest = numpy.random.default_rng(seed), archive.read_manifest(bundle)
     frozen = {manifest.weights[row.weight].tensor for row in manifest.frozen}
-    mapped = safetensors.Mapped(str(Path(bundle) / file_names.WEIGHTS), file_names.WEIGHTS)
-    tensors: dict[str, safetensors_writer.Tensor] = {}
+    mapped = safetensors_files.Mapped(str(Path(bundle) / file_names.WEIGHTS), file_names.WEIGHTS)
+    tensors: dict[str, safetensors_files.Tensor] = {}
     for name, entry in mapped.entries.items():
         data = bytes(mapped.data(name))
         if entry.dtype in SMALL and name not in frozen:
@@ -140,7 +140,7 @@ def write(bundle: str, path: Path, seed: int) -> str:
         tensors[name] = (entry.dtype, entry.shape, partial(bytes, data))
     mapped.close()
     with open(path, "wb") as file:
-        safetensors_writer.write(file, tensors)
+        safetensors_files.write(file, tensors)
     return str(path)
 
 
@@ -159,8 +159,8 @@ def truncated(file: str) -> str:
 
 def misshapen(file: str) -> str:
     """Writes a copy in which one tensor has another shape."""
-    mapped = safetensors.Mapped(file, file_names.WEIGHTS)
-    tensors: dict[str, safetensors_writer.Tensor] = {}
+    mapped = safetensors_files.Mapped(file, file_names.WEIGHTS)
+    tensors: dict[str, safetensors_files.Tensor] = {}
     for name, entry in mapped.entries.items():
         tensors[name] = (entry.dtype, entry.shape, partial(bytes, bytes(mapped.data(name))))
     mapped.close()
@@ -169,7 +169,7 @@ def misshapen(file: str) -> str:
     tensors[last] = (dtype, (*shape, 1), data)
     copy = Path(f"{file}.misshapen.safetensors")
     with open(copy, "wb") as out:
-        safetensors_writer.write(out, tensors)
+        safetensors_files.write(out, tensors)
     return str(copy)
 
 

@@ -18,10 +18,9 @@ from collections.abc import Callable
 from cuda.bindings import driver as bindings
 
 from cgbundle.cuda.driver import Context, check, cu
-from cgbundle.cuda.memory import allocate
-from cgbundle.format.safetensors import _address
-from cgbundle.weights.reads import Piece
-from cgbundle.weights.upload import Upload, Way
+from cgbundle.cuda.memory import Piece, allocate
+from cgbundle.cuda.upload import Upload, Way
+from cgbundle.format.safetensors_files import _address
 
 
 def pageable(path: str, size: int, base: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import cgbundle
 from cgbundle import self_test
-from cgbundle.format import archive, file_names, safetensors, safetensors_writer
+from cgbundle.format import archive, file_names, safetensors, safetensors_files
 from cgbundle.format.schema import Manifest
 from cgbundle.tensors.tensor import empty
 from cgbundle.validate import host_code
@@ -104,7 +104,7 @@ def test_a_weight_of_another_dtype_or_larger_than_the_code_reads(tmp_path: Path,
         for row in change(archive.read_manifest(str(GOLDEN / "v1/cpu_mlp.cgb"))).weights
     }
     with open(folder / file_names.WEIGHTS, "wb") as file:
-        safetensors_writer.write(file, stored)
+        safetensors_files.write(file, stored)
     write_manifest(folder, archive.read_manifest(str(folder)))
     with raises("library-refused", match=r"constant 'model_0_weight' has another dtype or size in the code \(2048 bytes\)"):
         cgbundle.load(folder)
@@ -144,13 +144,13 @@ def test_a_shared_object_of_another_manifest_is_refused(bundle: Path, tmp_path: 
     manifest = archive.read_manifest(str(folder))
     other = put_values(0, shape=lambda shape: (shape[0], 5), strides=lambda _: (5, 1))(manifest)
     other = edited(other, inputs=(replace(manifest.entries[0].inputs[0], shape=("batch", 5)),))
-    self_test_file = safetensors.Mapped(str(folder / file_names.SELF_TEST), file_names.SELF_TEST)
+    self_test_file = safetensors_files.Mapped(str(folder / file_names.SELF_TEST), file_names.SELF_TEST)
     stored = {}
     for name, entry in self_test_file.entries.items():
         shape = (entry.shape[0], 5) if "/input/" in name else entry.shape
         stored[name] = entry.dtype, shape, lambda shape=shape: bytes(4 * shape[0] * shape[1])
     with open(tmp_path / "self-test", "wb") as file:
-        safetensors_writer.write(file, stored)
+        safetensors_files.write(file, stored)
     self_test_file.close()
     (tmp_path / "self-test").rename(folder / file_names.SELF_TEST)
     tiny_bundle.seal(folder, replace(other, files=manifest_text.describe_files(str(folder))))

@@ -16,7 +16,7 @@ import torch
 import cgbundle
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion
-from cgbundle.format import archive, file_names, safetensors_writer
+from cgbundle.format import archive, file_names, safetensors_files
 from cgbundle.format.schema import Manifest, Program, Region, Step, Target, TensorSpec, Value, Weight
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.validate import bundle as verify
@@ -44,7 +44,7 @@ class Pick(torch.nn.Module):
         return x[x > 0].sum() * self.scale, (x + 1).t()
 
 
-def floats(tensor: torch.Tensor) -> safetensors_writer.Tensor:
+def floats(tensor: torch.Tensor) -> safetensors_files.Tensor:
     return "float32", tuple(tensor.shape), lambda: tensor.detach().contiguous().numpy().tobytes()
 
 
@@ -101,14 +101,14 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert name.endswith("scale")
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n")
     with open(folder / file_names.WEIGHTS, "wb") as file:
-        safetensors_writer.write(file, {"scale": floats(model.scale), "other": floats(torch.arange(7.0))})
+        safetensors_files.write(file, {"scale": floats(model.scale), "other": floats(torch.arange(7.0))})
     self_test = {}
     for key in KEYS:
         self_test[file_names.self_test_entry((key,), "input", 0)] = floats(example(key))
         for index, output in enumerate(model(example(key))):
             self_test[file_names.self_test_entry((key,), "output", index)] = floats(output)
     with open(folder / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, self_test)
+        safetensors_files.write(file, self_test)
     base = tiny_bundle.manifest()
     entry = base.entries[0]
     tiny_bundle.finish(

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import driver, graph_executor, launches, libcuda, stream_executor, structures
+from cgbundle.cuda import driver, graph_executor, kernels, libcuda, stream_executor, structures
 from cgbundle.errors import MachineError
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import KernelNode
 from cgcompile.targets.requirements import compiler
@@ -219,20 +219,20 @@ def table() -> Table:
 
 
 @pytest.fixture
-def handles() -> launches.Launches:
-    stub = launches.Launches.__new__(launches.Launches)
+def handles() -> kernels.Launches:
+    stub = kernels.Launches.__new__(kernels.Launches)
     stub.functions, stub.params = [A, B], [C, D]
     return stub
 
 
-def test_a_kernel_launch_arrives(table: Table, handles: launches.Launches, cu: libcuda.Driver, log: Callable[[], str]) -> None:
+def test_a_kernel_launch_arrives(table: Table, handles: kernels.Launches, cu: libcuda.Driver, log: Callable[[], str]) -> None:
     for row, address, stream, rest in ((0, C, 7, f" {ARRIVED}"), (1, D, 0, "")):
         stream_executor._kernel_step(table, row, handles, "")(stream)
         function, grid, threads = handles.functions[table.function[row]], table.grid_x[row], table.threads_x[row]
         assert log() == f"{grid},1,1 {threads},1,1 0 {stream:x} {function:x} {address:x} 0{rest}"
 
 
-def test_a_kernel_node_arrives(table: Table, handles: launches.Launches, cu: libcuda.Driver, log: Callable[[], str]) -> None:
+def test_a_kernel_node_arrives(table: Table, handles: kernels.Launches, cu: libcuda.Driver, log: Callable[[], str]) -> None:
     params = graph_executor._kernel_params(table, handles)
     for row, address in ((0, C), (1, D)):
         assert cu.cuGraphAddKernelNode(A, None, 0, params(row)) == (0, NEW)
@@ -241,7 +241,7 @@ def test_a_kernel_node_arrives(table: Table, handles: launches.Launches, cu: lib
         assert log() == f"{A:x} 0 0 {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0 0 0"
         assert cu.cuGraphExecKernelNodeSetParams(C, D, params(row)) == 0
         assert log() == f"{C:x} {D:x} {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0"
-    for number, value in launches.attributes(table, 0):
+    for number, value in kernels.attributes(table, 0):
         assert cu.cuGraphKernelNodeSetAttribute(B, number, value) == 0
     assert log() == "".join(f"{B:x} {attribute}" for attribute in ARRIVED.split(" "))
 
@@ -250,12 +250,12 @@ def test_copies_and_fills_arrive(table: Table, cu: libcuda.Driver, log: Callable
     source, target = (4 << 40) + table.memcpy_offset[0], (4 << 40) + table.memcpy_offset[1]
     assert source != target
     copied = f"2 2 {source:x} {target:x} 40 4 1 40 {table.memcpy_pitch[1]:x} 40 {table.memcpy_pitch[3]:x}"
-    params = launches.copy_params(table, 0, BASES)
+    params = kernels.copy_params(table, 0, BASES)
     assert (cu.cuGraphAddMemcpyNode(A, None, 0, params, B), log()) == ((0, NEW), f"{copied} {A:x} 0 0 {B:x}")
     assert (cu.cuMemcpy3DAsync(params, 7), log()) == (0, f"{copied} 7")
     assert (cu.cuGraphExecMemcpyNodeSetParams(A, B, params, C), log()) == (0, f"{copied} {A:x} {B:x} {C:x}")
     fill = graph_executor._memset_params(table, 0, BASES)
-    value = launches.memset_value(table, 0)
+    value = kernels.memset_value(table, 0)
     assert cu.cuGraphAddMemsetNode(A, None, 0, fill, B) == (0, NEW)
     assert log() == f"{A:x} 0 0 {4 << 40:x} {fill.pitch:x} {value:x} {fill.elementSize:x} {fill.width:x} {fill.height:x} {B:x}"
 

@@ -86,7 +86,7 @@ def test_a_module_may_be_converted_to_what_it_is() -> None:
     ],
 )
 def test_output_shapes_follow_from_the_dimensions(function: Callable[..., Any], shape: tuple[Any, ...]) -> None:
-    from cgbundle.format.size_expressions import evaluate
+    from cgbundle.format.shapes import evaluate
 
     (spec,) = signature(function).outputs
     for batch in (1, 2, 5, 8):

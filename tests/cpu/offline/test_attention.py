@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._higher_order_ops import triton_kernel_wrap
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.block_reader import FORMATS
 from cgcompile.offline.compile.kernels import CompiledKernel, finish
@@ -292,7 +292,7 @@ def interpreted(traced: Lowered, tensors: Sequence[torch.Tensor], folder: Path) 
         end = align(end + tensor.numel() * tensor.element_size())
     graph = assembled(traced, compiled, plan(traced), {}, starts)
     with open(folder / "weights.safetensors", "wb") as file:
-        safetensors_writer.write(file, {})
+        safetensors_files.write(file, {})
     stage_inputs = tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, tensors, strict=True))
     task = Task(
         key=(1,),

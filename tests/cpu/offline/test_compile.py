@@ -20,7 +20,7 @@ from tests.helpers.raising import raises
 
 pytest.importorskip("triton")
 
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
 from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as tables
 from cgcompile.offline.assemble.arena import plan

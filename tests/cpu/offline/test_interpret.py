@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cgbundle.format.schema import Value, Weight
-from cgbundle.tables.module_state import Address
+from cgbundle.validate.module_state import Address
 from cgcompile.bundle.recordings import EmptyNode, MemcpyNode, MemsetNode
 from cgcompile.errors import BuildError
 from cgcompile.offline.interpret.interpret import Outcome, Task, estimate, interpret

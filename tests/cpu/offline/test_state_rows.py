@@ -13,11 +13,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import cgcompile  # noqa: E402
+from cgbundle.cpu.host_weights import Room, resized  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from cgbundle.format.file_names import KERNELS, all_programs  # noqa: E402
-from cgbundle.tables.table import Table  # noqa: E402
+from cgbundle.format.table import Table  # noqa: E402
+from cgbundle.gpu.moves import Relocation  # noqa: E402
 from cgbundle.validate.contents import check_loaded  # noqa: E402
-from cgbundle.weights.host import Relocation, Room, resized  # noqa: E402
 from tests.helpers.models import row_kernels  # noqa: E402
 from tests.helpers.models.paged_models import ENTRIES, PAGES, SLOTS, STATE, Paged  # noqa: E402
 

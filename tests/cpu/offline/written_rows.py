@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from cgbundle.format.safetensors_writer import write
+from cgbundle.format.safetensors_files import write
 from cgbundle.format.schema import MEMORIES, Value, Weight
-from cgbundle.tables.module_state import Address, Relocation
+from cgbundle.validate.module_state import Address, Relocation
 from cgcompile.bundle.recordings import Edge, Function, KernelNode, Node, Recording
 from cgcompile.offline.interpret.interpret import Stage, Task
 from cgcompile.offline.lowered import KernelVariant

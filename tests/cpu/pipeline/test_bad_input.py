@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgcompile.bundle import manifest_text
 
 pytest.importorskip("torch")
@@ -335,9 +335,9 @@ def test_run_pads_inputs_of_another_size(bundle: Path, folder: Path) -> None:
 
     (spec,) = archive.read_manifest(str(bundle)).entries[0].inputs
     with open("in.safetensors", "wb") as file:
-        safetensors_writer.write(file, {spec.name: ("float32", (3, 6), lambda: pack("18f", *range(18)))})
+        safetensors_files.write(file, {spec.name: ("float32", (3, 6), lambda: pack("18f", *range(18)))})
     report = json.loads(call("run", bundle, "--inputs", "in.safetensors", "--json").stdout)
     assert report["outputs"][0]["shape"] == [3, 3]
     with open("in.safetensors", "wb") as file:
-        safetensors_writer.write(file, {spec.name: ("float32", (3, 7), lambda: pack("21f", *range(21)))})
+        safetensors_files.write(file, {spec.name: ("float32", (3, 7), lambda: pack("21f", *range(21)))})
     assert "axis 1: expected 6, got 7" in refused(call("run", bundle, "--inputs", "in.safetensors"), 2)

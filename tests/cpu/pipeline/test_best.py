@@ -16,7 +16,7 @@ import torch
 import cgcompile
 from cgbundle.format import file_names
 from cgbundle.format.schema import MEMORIES, DonatedRange, Manifest, Value
-from cgbundle.tables.module_state import Address, ModuleState, Relocation
+from cgbundle.validate.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import MemcpyNode, Recording
 from cgcompile.bundle.self_test import ReplayedBytes

@@ -18,7 +18,7 @@ import cgbundle
 import cgcompile
 from cgbundle.cpu.machine import processor_flags
 from cgbundle.format import archive, file_names
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.validate import bundle as verify
 from cgcompile.bundle import manifest_text
 from cgcompile.targets.cpu.compiler import included

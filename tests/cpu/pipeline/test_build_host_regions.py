@@ -23,8 +23,8 @@ pytest.importorskip("triton")
 import cgcompile
 from cgbundle.cpu.machine import processor_flags
 from cgbundle.format import archive
+from cgbundle.format.file_names import WAIVER
 from cgbundle.format.schema import MEMORIES, Dimension, IntKey, Manifest, Program, Proof
-from cgbundle.tensors.self_test_tensors import WAIVER
 from cgbundle.validate import bundle as verify
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import KernelNode, Recording

@@ -8,9 +8,9 @@ import pytest
 
 import cgcompile
 from cgbundle.format.archive import Archive
-from cgbundle.tables.collectives import exchanges
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
 from cgbundle.validate import bundle as verify
+from cgbundle.validate.special_kernels import exchanges
 from cgcompile.bundle import manifest_text
 from tests.helpers.raising import raises
 

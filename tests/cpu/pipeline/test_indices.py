@@ -14,8 +14,7 @@ from torch import nn
 import cgbundle
 import cgcompile
 from cgbundle import self_test
-from cgbundle.format.file_names import SELF_TEST
-from cgbundle.tensors.self_test_tensors import NEAR_TIES
+from cgbundle.format.file_names import NEAR_TIES, SELF_TEST
 from cgcompile.bundle.emit import seal
 from cgcompile.bundle.proof import replay
 from cgcompile.bundle.self_test import eager_self_test, read_self_test, replace_self_tests

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import archive, file_names, safetensors, safetensors_writer
+from cgbundle.format import archive, file_names, safetensors_files
 from cgbundle.format.schema import DataSize, Dimension, TensorSpec
 from cgcompile.bundle import manifest_text
 from tests.helpers.places import GOLDEN, ROOT, skip_older_torch
@@ -49,8 +49,8 @@ def shifted(bundle: Path, folder: Path, shift: float, examined: bool = True) -> 
 
 
 def _add(path: Path, chosen: Callable[[str], bool], shift: float) -> None:
-    mapped = safetensors.Mapped(str(path), path.name)
-    tensors: dict[str, safetensors_writer.Tensor] = {}
+    mapped = safetensors_files.Mapped(str(path), path.name)
+    tensors: dict[str, safetensors_files.Tensor] = {}
     for name, entry in mapped.entries.items():
         data = bytes(mapped.data(name))
         if chosen(name):
@@ -59,7 +59,7 @@ def _add(path: Path, chosen: Callable[[str], bool], shift: float) -> None:
         tensors[name] = entry.dtype, entry.shape, lambda data=data: data
     mapped.close()
     with open(path, "wb") as file:
-        safetensors_writer.write(file, tensors)
+        safetensors_files.write(file, tensors)
 
 
 class Folder:

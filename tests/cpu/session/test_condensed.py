@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgcompile.bundle import manifest_text
 
 torch = pytest.importorskip("torch")
 
 import cgcompile  # noqa: E402
 from cgbundle import self_test  # noqa: E402
-from cgbundle.format import archive, file_names, safetensors  # noqa: E402
+from cgbundle.format import archive, file_names  # noqa: E402
 from cgcompile.bundle.emit import seal  # noqa: E402
 from cgcompile.targets.instruction_sets import LEVELS, common_level  # noqa: E402
 from cgcompile_cli.main import app  # noqa: E402
@@ -58,22 +58,22 @@ def test_variants_share_a_self_test_that_is_condensed(bundle: Path, tmp_path: Pa
         "def inputs():\n    return (torch.linspace(-3, 3, ROWS),)\n"
     )
     built = cgcompile.build(str(tmp_path / "outer.py"), out=tmp_path / "outer.cgb", target="x86-64-v2,x86-64-v3")
-    stored = safetensors.Mapped(str(built.path / file_names.SELF_TEST), file_names.SELF_TEST)
+    stored = safetensors_files.Mapped(str(built.path / file_names.SELF_TEST), file_names.SELF_TEST)
     assert {"-/output/0.hashes", "-/output/0.samples", "-/state/0.statistics"} <= stored.entries.keys()
     answer = self_test.fresh(str(built.path))
     assert answer["exit_code"] == 0 and answer["variant"] in built.variants, answer
 
 
-def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors_writer.Tensor]], None]) -> Path:
+def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors_files.Tensor]], None]) -> Path:
     """Returns a copy of the bundle with another self-test."""
     copy = shutil.copytree(bundle, folder / "changed.cgb")
-    stored = safetensors.Mapped(str(bundle / file_names.SELF_TEST), file_names.SELF_TEST)
-    tensors: dict[str, safetensors_writer.Tensor] = {
+    stored = safetensors_files.Mapped(str(bundle / file_names.SELF_TEST), file_names.SELF_TEST)
+    tensors: dict[str, safetensors_files.Tensor] = {
         name: (row.dtype, row.shape, lambda name=name: bytes(stored.data(name))) for name, row in stored.entries.items()
     }
     change(tensors)
     with open(copy / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, tensors)
+        safetensors_files.write(file, tensors)
     manifest = archive.read_manifest(str(copy))
     seal(copy, replace(manifest, files=manifest_text.describe_files(str(copy))))
     return copy
@@ -81,7 +81,7 @@ def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors_
 
 def test_the_self_test_is_small_and_passes(bundle: Path) -> None:
     assert (bundle / file_names.SELF_TEST).stat().st_size < 32 << 20
-    stored = safetensors.Mapped(str(bundle / file_names.SELF_TEST), file_names.SELF_TEST)
+    stored = safetensors_files.Mapped(str(bundle / file_names.SELF_TEST), file_names.SELF_TEST)
     assert {"-/output/0.samples", "-/state/0.statistics"} <= stored.entries.keys()
     assert "-/output/1" in stored.entries, "what is small enough stays whole"
     done = CliRunner().invoke(app, ["verify", str(bundle), "--run", "--json"])
@@ -91,7 +91,7 @@ def test_the_self_test_is_small_and_passes(bundle: Path) -> None:
 
 
 def test_a_wrong_expectation_is_named(bundle: Path, tmp_path: Path) -> None:
-    def change(tensors: dict[str, safetensors_writer.Tensor]) -> None:
+    def change(tensors: dict[str, safetensors_files.Tensor]) -> None:
         for name, part in (("-/output/0", ".samples"), ("-/state/0", ".statistics")):
             dtype, shape, contents = tensors[name + part]
             data = bytearray(contents())
@@ -109,7 +109,7 @@ def test_a_wrong_expectation_is_named(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_parts_that_do_not_fit_are_refused(bundle: Path, tmp_path: Path) -> None:
-    def shorter(tensors: dict[str, safetensors_writer.Tensor]) -> None:
+    def shorter(tensors: dict[str, safetensors_files.Tensor]) -> None:
         dtype, (count,), contents = tensors["-/state/0.samples"]
         tensors["-/state/0.samples"] = (dtype, (count - 1,), lambda: bytes(contents())[:-4])
 

@@ -13,7 +13,7 @@ import cgbundle
 from cgbundle import self_test
 from cgbundle.errors import MachineError
 from cgbundle.format import file_names
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from tests.golden.models import Recurrent
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises

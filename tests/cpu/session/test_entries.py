@@ -10,8 +10,8 @@ import torch
 import cgbundle
 from cgbundle.errors import MachineError
 from cgbundle.format import archive, file_names
-from cgbundle.format.safetensors import Mapped
-from cgbundle.format.spans import span
+from cgbundle.format.safetensors_files import Mapped
+from cgbundle.format.shapes import span
 from tests.golden.models import Lanes
 from tests.helpers.models.entry_models import check_calls, lanes
 from tests.helpers.places import GOLDEN

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import cgbundle
+from cgbundle import process
 from cgbundle.call import outputs
 from cgbundle.cpu.host_region import INSTANCES
 from cgbundle.errors import ProgramClosed
-from cgbundle.format import open_files
 from tests.helpers.interrupts import Interrupt, at_every_point, interrupted_at
 from tests.helpers.places import GOLDEN, skip_older_torch
 
@@ -64,13 +64,13 @@ def test_a_call(golden: str, alone: bool, large: int, monkeypatch: pytest.Monkey
     root = cgbundle.load(GOLDEN / f"{golden}.cgb")
     program = root.session() if alone else root
     expected = called(program)
-    waiting = len(open_files._WAITING)
+    waiting = len(process._WAITING)
 
     def check(point: str) -> None:
         assert elsewhere(lambda: called(program)) == expected, point
 
     assert not at_every_point(lambda: called(program), check)
-    assert len(open_files._WAITING) <= waiting + INSTANCES, "outputs that nobody freed"
+    assert len(process._WAITING) <= waiting + INSTANCES, "outputs that nobody freed"
     assert elsewhere(lambda: (program.close(), root.close()))
 
 
@@ -111,7 +111,7 @@ def test_an_interrupted_close(alone: bool) -> None:
 
 def test_an_interrupted_load_leaks_nothing() -> None:
     """An interrupted load releases its descriptors and code."""
-    before = dict(open_files._WAITING)
+    before = dict(process._WAITING)
     number = 0
     while True:
         met: list[str] = []
@@ -123,7 +123,7 @@ def test_an_interrupted_load_leaks_nothing() -> None:
             continue
         assert not met, f"lost at {met}"
         break
-    assert len(open_files._WAITING) <= len(before)
+    assert len(process._WAITING) <= len(before)
 
 
 @pytest.mark.parametrize("golden", [SHARED, STATE])

@@ -15,7 +15,7 @@ import cgbundle
 from cgbundle import self_test
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.program import Program
 from cgcompile.bundle import manifest_text
 from tests.helpers.places import GOLDEN, ROOT

@@ -19,7 +19,7 @@ import cgbundle
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion
 from cgbundle.errors import SessionBusy
-from cgbundle.format import file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_files
 from cgbundle.format.schema import Alias, Program, Region, Step, Target, TensorSpec, Value, Weight
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile.targets.cpu.aoti import compile_cpu
@@ -58,7 +58,7 @@ def example(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def stored(tensor: torch.Tensor) -> safetensors_writer.Tensor:
+def stored(tensor: torch.Tensor) -> safetensors_files.Tensor:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), lambda: tensor.detach().contiguous().numpy().tobytes()
 
 
@@ -100,7 +100,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()} | {"random": stored(torch.zeros(2).long())}
     for name, held in ((file_names.WEIGHTS, tensors), (file_names.SELF_TEST, {})):
         with open(folder / name, "wb") as file:
-            safetensors_writer.write(file, held)
+            safetensors_files.write(file, held)
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n")
     base = tiny_bundle.manifest()
 

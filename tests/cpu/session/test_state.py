@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle import self_test  # noqa: E402
-from cgbundle.format import archive, file_names, safetensors  # noqa: E402
+from cgbundle.format import archive, file_names, safetensors_files  # noqa: E402
 from cgcompile.export.export import export  # noqa: E402
 from cgcompile.export.signature.signature import describe_signature  # noqa: E402
 from cgcompile.model.load import load_source  # noqa: E402
@@ -81,7 +81,7 @@ def test_the_self_test_holds_what_a_call_changes_and_notices_a_change(stateful: 
     manifest = archive.read_manifest(str(stateful))
     names = {weight.name: index for index, weight in enumerate(manifest.weights) if weight.memory == "state"}
     assert names.keys() == dict(running().named_buffers()).keys()
-    stored = safetensors.Mapped(str(stateful / file_names.SELF_TEST), file_names.SELF_TEST)
+    stored = safetensors_files.Mapped(str(stateful / file_names.SELF_TEST), file_names.SELF_TEST)
     runs = memoryview(stored.data(file_names.self_test_entry((1,), "state-at", names["cache"]))).cast("q").tolist()
     assert manifest.entries[0].self_test.calls == 2 and runs == [2 * 8, 2 * 8], (
         "one row of the cache, at a place for each of two calls"

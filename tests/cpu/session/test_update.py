@@ -357,7 +357,7 @@ def test_unpacked_weights_are_taken(quantized_bundle: Path) -> None:
 
 
 def test_a_file_that_is_written_to_meanwhile_changes_nothing(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgbundle.weights.update import OpenFile
+    from cgbundle.call.update import OpenFile
 
     path = as_file(weights_of(tiny(7)), tmp_path)
     read = OpenFile.read

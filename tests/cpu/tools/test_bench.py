@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import archive, file_names, safetensors, safetensors_writer
+from cgbundle.format import archive, file_names, safetensors_files
 from cgcompile.bundle import emit, manifest_text
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
@@ -64,15 +64,15 @@ def other_expectations(bundle: Path, path: Path) -> Path:
     """Returns a valid bundle whose self-test expects wrong outputs at batch 4."""
     shutil.copytree(bundle, path)
     file = path / file_names.SELF_TEST
-    stored = safetensors.Mapped(str(file), file_names.SELF_TEST)
-    tensors: dict[str, safetensors_writer.Tensor] = {}
+    stored = safetensors_files.Mapped(str(file), file_names.SELF_TEST)
+    tensors: dict[str, safetensors_files.Tensor] = {}
     for name, entry in stored.entries.items():
         data = bytearray(stored.data(name))
         if name == file_names.self_test_entry((4,), "output", 0):
             data[3] ^= 0x40  # an exponent bit of the first element
         tensors[name] = (entry.dtype, entry.shape, lambda data=data: bytes(data))
     with open(file, "wb") as target:
-        safetensors_writer.write(target, tensors)
+        safetensors_files.write(target, tensors)
     stored.close()
     manifest = replace(archive.read_manifest(str(path)), files=manifest_text.describe_files(str(path)))
     (path / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from tests.helpers.places import ROOT
 
 sys.path[:0] = [str(ROOT / folder) for folder in ("bundles", ".")]
 
-from cgbundle.format import archive, file_names, safetensors  # noqa: E402
+from cgbundle.format import archive, file_names  # noqa: E402
 
 EXTRA = "extra.safetensors"
 
@@ -56,14 +56,14 @@ def pack(folder: Path, model: str, bundle: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(bundle, target, ignore=shutil.ignore_patterns(file_names.WEIGHTS, file_names.PROGRAM))
     known = tensors_of(model)
-    stored = safetensors.Mapped(str(bundle / file_names.WEIGHTS), file_names.WEIGHTS)
-    extra: dict[str, safetensors_writer.Tensor] = {}
+    stored = safetensors_files.Mapped(str(bundle / file_names.WEIGHTS), file_names.WEIGHTS)
+    extra: dict[str, safetensors_files.Tensor] = {}
     for row in file_names.weight_files(archive.read_manifest(str(bundle)))[file_names.WEIGHTS]:
         if row.tensor == row.name and row.name not in known:
             entry = stored.entries[row.name]
             extra[row.name] = (entry.dtype, entry.shape, partial(bytes, stored.data(row.name)))
     with open(target / EXTRA, "wb") as file:
-        safetensors_writer.write(file, extra)
+        safetensors_files.write(file, extra)
     (target / "carried.json").write_text(json.dumps({"model": model}))
     shutil.copy(bundle / file_names.PROGRAM, target / file_names.PROGRAM)
     print(f"{bundle.name}: {sum(f.stat().st_size for f in target.rglob('*') if f.is_file()) / 1e6:.1f} MB, {len(extra)} constants")
@@ -71,12 +71,12 @@ def pack(folder: Path, model: str, bundle: Path) -> None:
 
 def fill(bundle: Path) -> bool:
     """Writes the weights. Returns whether they have the manifest's hash."""
-    from cgbundle.format.spans import memory_order
+    from cgbundle.format.shapes import memory_order
 
     model = json.loads((bundle / "carried.json").read_text())["model"]
     known, manifest = tensors_of(model), archive.read_manifest(str(bundle))
-    extra = safetensors.Mapped(str(bundle / EXTRA), EXTRA)
-    stored: dict[str, safetensors_writer.Tensor] = {}
+    extra = safetensors_files.Mapped(str(bundle / EXTRA), EXTRA)
+    stored: dict[str, safetensors_files.Tensor] = {}
     for row in file_names.weight_files(manifest)[file_names.WEIGHTS]:
         if row.tensor != row.name:
             continue
@@ -87,7 +87,7 @@ def fill(bundle: Path) -> bool:
             entry = extra.entries[row.name]
             stored[row.name] = (entry.dtype, entry.shape, partial(bytes, extra.data(row.name)))
     with open(bundle / file_names.WEIGHTS, "wb") as file:
-        safetensors_writer.write(file, stored)
+        safetensors_files.write(file, stored)
     extra.close()
     (bundle / EXTRA).unlink()
     (bundle / "carried.json").unlink()

@@ -324,7 +324,7 @@ def attach_pools(folder: Path) -> bool:
 def attach_early(folder: Path) -> list[int]:
     """Returns the types of the edges of graph "early", whose second kernel may start early; [] if the output is wrong."""
     from cgbundle.format.archive import Archive
-    from cgbundle.tables.table import Table
+    from cgbundle.format.table import Table
 
     x = torch.arange(64, device="cuda", dtype=torch.float32)
     with cgbundle.attach(folder / "programmatic.cgb", {"x": x}) as graphs:

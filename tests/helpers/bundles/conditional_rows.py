@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cgbundle.tables.module_state import Address, Relocation
-from cgbundle.tables.table import SET_CONDITION
+from cgbundle.format.table import SET_CONDITION
+from cgbundle.validate.module_state import Address, Relocation
 from cgcompile.bundle.recordings import ConditionalNode, Edge, Function, Handle, KernelNode, MemcpyNode, MemsetNode, Node, Recording
 
 ARENA = 3

@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgbundle.format.file_names import WEIGHTS
 from cgbundle.format.schema import VERSION, EntrySpec, Manifest, Program, Provenance, Region, SelfTest, Step, Target, Value, Weight
-from cgbundle.tables.module_state import Address, ModuleState, Relocation
+from cgbundle.validate.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.manifest_text import describe_files
 from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording, encode_states
@@ -157,7 +157,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
     (folder / "graphs" / "modules.bin").write_bytes(encode_states(module_states(name)))
     offsets = array("f", range(KEYS[-1] * FLOATS))
     with open(folder / WEIGHTS, "wb") as file:
-        safetensors_writer.write(
+        safetensors_files.write(
             file,
             {
                 "offsets": ("float32", (len(offsets),), lambda: offsets),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgbundle.format.file_names import SELF_TEST, WEIGHTS, self_test_entry, whole_program_file
 from cgbundle.format.schema import DonatedRange, Donation, EntrySpec, Manifest, Program, Region, Step, TensorSpec, Value
 from cgcompile.bundle import recordings as tables
@@ -91,7 +91,7 @@ def write(folder: Path) -> Manifest:
     }
     for name, entries in ((WEIGHTS, {}), (SELF_TEST, tensors)):
         with open(folder / name, "wb") as file:
-            safetensors_writer.write(file, entries)
+            safetensors_files.write(file, entries)
 
     def spec(name: str) -> TensorSpec:
         return TensorSpec(name=name, dtype="float32", shape=(N,), order=(0,))

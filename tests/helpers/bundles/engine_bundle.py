@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgbundle.format.file_names import MANIFEST, TABLES, WEIGHTS
 from cgbundle.format.schema import Engine, EngineGraph, EngineSpan, EngineTensor, Manifest, Weight
 from cgbundle.validate.engine import encode_key
@@ -73,9 +73,9 @@ def write(
     (folder / "graphs/modules.bin").write_bytes(encode_states(rows.module_states(name)))
     offsets = array("f", range(8 * FLOATS))
     with open(folder / WEIGHTS, "wb") as file:
-        safetensors_writer.write(file, {})
+        safetensors_files.write(file, {})
     with open(folder / TABLES, "wb") as file:
-        safetensors_writer.write(file, {"table": ("float32", (len(offsets),), lambda: offsets)})
+        safetensors_files.write(file, {"table": ("float32", (len(offsets),), lambda: offsets)})
     table = Weight(name="table", tensor="table", dtype="float32", shape=(len(offsets),), strides=(1,), offset=256, computed=True)
     manifest = replace(
         rows.manifest(driver=13000),

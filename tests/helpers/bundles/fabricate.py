@@ -18,10 +18,9 @@ from typing import Any
 from cgbundle.call.locks import ExclusiveLock, locked
 from cgbundle.cpu.backend import SharedLock
 from cgbundle.format.file_names import SELF_TEST, all_programs
-from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value
-from cgbundle.format.size_expressions import evaluate
-from cgbundle.format.spans import dense
+from cgbundle.format.shapes import dense, evaluate
+from cgbundle.process import KeptFile
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.edits import edited
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgbundle.format.file_names import PROGRAM, SELF_TEST, WEIGHTS, self_test_entry
 from cgbundle.format.schema import MEMORIES, Dimension, Manifest, Program, SelfTest, Step, TensorSpec, Value, Weight
 from cgcompile.bundle import recordings as tables
@@ -72,14 +72,14 @@ def _write_rank(folder: Path, image: bytes, world: int, rank: int, exchange: byt
         (folder / "graphs" / f"g0-{key}.bin").write_bytes(tables.encode(recording(name, key, rank_kernels)))
     numbers = array("f", [rank + index for index in range(KEYS[-1] * FLOATS)])
     with open(folder / WEIGHTS, "wb") as file:
-        safetensors_writer.write(file, {"offsets": ("float32", (len(numbers),), lambda: numbers)})
+        safetensors_files.write(file, {"offsets": ("float32", (len(numbers),), lambda: numbers)})
     (folder / PROGRAM).write_bytes(b"PK, but not really\n")
     contents = {}
     for key in KEYS:
         for kind, data in (("input", inputs(key)), ("output", expected(inputs(key), world))):
             contents[self_test_entry((key,), kind, 0)] = ("float32", (key, FLOATS), partial(bytes, data))
     with open(folder / SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, contents)
+        safetensors_files.write(file, contents)
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1))
     files = describe_files(str(folder))
     if rank:  # a rank also uses the images in the folder of rank 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cgbundle.tables.module_state import Address, ModuleState, Relocation
+from cgbundle.validate.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
 IMAGE = "ab" * 32

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgbundle.format.file_names import WEIGHTS
 from cgbundle.format.schema import Manifest, StateDimension, Weight
 from cgcompile.bundle import recordings as tables
@@ -42,7 +42,7 @@ def write(folder: Path, most: int | None = None) -> Manifest:
         "number": ("int64", (1,), lambda: array("q", [LEAST])),
     }
     with open(folder / WEIGHTS, "wb") as out:
-        safetensors_writer.write(out, contents)
+        safetensors_files.write(out, contents)
     rows = [row for row in base.weights if row.name != "total"]
     rows += [
         Weight(name=name, tensor=name, dtype=dtype, shape=shape, strides=strides, memory="state", offset=offset, zeros=zeros)

@@ -21,7 +21,7 @@ from pathlib import Path
 from struct import pack
 from typing import Any
 
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgbundle.format.file_names import PROGRAM, WEIGHTS
 from cgbundle.format.schema import Alias, Dimension, Manifest, SelfTest, TensorSpec, Value, Weight
 from cgcompile.bundle import recordings as tables
@@ -65,7 +65,7 @@ def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Mani
         "random": ("int64", (2,), lambda: bytes(16)),
     }
     with open(folder / WEIGHTS, "wb") as out:
-        safetensors_writer.write(out, contents)
+        safetensors_files.write(out, contents)
     (folder / PROGRAM).write_bytes(b"PK, but not really\n")
     rows = [
         Weight(name=name, tensor=name, dtype=dtype, shape=(size,), strides=(1,), memory="state", offset=offset, zeros=zeros)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_files
 from cgbundle.format.file_names import self_test_entry as entry
 from cgbundle.format.schema import (
     VERSION,
@@ -44,11 +44,11 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
     (folder / HOST_FILE).write_bytes(b"\x7fELF, but not really\n" * 20)
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n" * 10)
     with open(folder / file_names.WEIGHTS, "wb") as file:
-        safetensors_writer.write(
+        safetensors_files.write(
             file, {"first.weight": ("float32", (2, 3), floats(range(6))), "first.bias": ("float32", (2,), floats(range(2)))}
         )
     with open(folder / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, self_test_tensors())
+        safetensors_files.write(file, self_test_tensors())
     base = replace(manifest(), files=manifest_text.describe_files(str(folder)))
     changed = change(base) if change else base
     if changed.files == base.files:
@@ -70,13 +70,13 @@ def seal(folder: Path, manifest: Manifest) -> None:
 
 
 def floats(values: range) -> Callable[[], bytes]:
-    """Returns a function that gives float32 values as bytes, the form that `safetensors_writer.write` takes."""
+    """Returns a function that gives float32 values as bytes, the form that `safetensors_files.write` takes."""
     return lambda: pack(f"<{len(values)}f", *values)
 
 
-def self_test_tensors() -> dict[str, safetensors_writer.Tensor]:
+def self_test_tensors() -> dict[str, safetensors_files.Tensor]:
     """Returns x and y of both sizes under the names that the self-test uses."""
-    tensors: dict[str, safetensors_writer.Tensor] = {}
+    tensors: dict[str, safetensors_files.Tensor] = {}
     for size in SIZES:
         tensors[entry((size,), "input", 0)] = ("float32", (size, 3), floats(range(size * 3)))
         tensors[entry((size,), "output", 0)] = ("float32", (size, 2), floats(range(size * 2)))

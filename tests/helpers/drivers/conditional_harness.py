@@ -11,10 +11,10 @@ from typing import Any
 from cgbundle.cuda import driver
 from cgbundle.cuda.driver import Context, check
 from cgbundle.cuda.graph_executor import GraphExecutor
+from cgbundle.cuda.kernels import Modules
 from cgbundle.cuda.memory import Memories
-from cgbundle.cuda.modules import Modules
 from cgbundle.cuda.stream_executor import StreamExecutor
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Recording
 from tests.helpers.bundles.archives import ArchiveOf

@@ -9,7 +9,7 @@ from typing import Any
 
 from cgbundle.cuda import driver, memory
 from cgbundle.format.schema import KERNEL_CODE, Manifest
-from cgbundle.format.spans import span
+from cgbundle.format.shapes import span
 from cgbundle.gpu.backend import CudaBackend
 from tests.helpers.bundles.archives import ArchiveOf
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_files
 from cgbundle.format.schema import Manifest
 from cgcompile.bundle import manifest_text
 from cgcompile_cli.main import main as command_line
@@ -54,7 +54,7 @@ def write(folder: Path) -> Manifest:
             file_names.self_test_entry((), "input", 0): numbers(0),
             file_names.self_test_entry((), "output", 0): twice(numbers(0)),
         }
-        safetensors_writer.write(file, {name: (*shape, lambda data=data: data) for name, data in named.items()})
+        safetensors_files.write(file, {name: (*shape, lambda data=data: data) for name, data in named.items()})
     self_test = replace(base.entries[0].self_test, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
     manifest = edited(
         base, name="twice", entries=(replace(base.entries[0], name="forward"),), donations=(), donated=(), self_test=self_test,

@@ -15,13 +15,12 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import driver, graph_executor, memory, modules, stream_executor, stream_order
+from cgbundle.cuda import driver, graph_executor, kernels, lanes, memory, stream_executor, upload
 from cgbundle.cuda.libcuda import Driver, answers
 from cgbundle.cuda.structures import Memcpy3D
-from cgbundle.gpu import backend, fast_path, host_steps, programs, threaded_copies, update
+from cgbundle.format.table import SET_CONDITION
+from cgbundle.gpu import backend, fast_path, host_steps, programs, streams, threaded_copies, update
 from cgbundle.program import exchanging, ranks
-from cgbundle.tables.table import SET_CONDITION
-from cgbundle.weights import lanes, upload
 from tests.helpers.bundles.cuda_bundles import ADD, COMBINE
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
     """Replaces the driver in all modules of the runtime."""
-    of_cuda = (driver, graph_executor, memory, modules, stream_executor, stream_order, lanes, upload)
-    of_gpu = (backend, fast_path, host_steps, programs, threaded_copies, update)
+    of_cuda = (driver, graph_executor, memory, kernels, stream_executor, lanes, upload)
+    of_gpu = (backend, fast_path, host_steps, programs, streams, threaded_copies, update)
     of_ranks = (ranks, exchanging)
     for module in (*of_cuda, *of_gpu, *of_ranks):
         monkeypatch.setattr(module, "cu", fake)

@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 from cgbundle.cuda.structures import KernelNodeParams, LaunchConfig
-from cgbundle.tables.table import SET_CONDITION
+from cgbundle.format.table import SET_CONDITION
 from tests.helpers.drivers.fake_driver import PARAMS, FakeDriver, Handle
 
 KINDS = {

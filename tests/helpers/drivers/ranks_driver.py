@@ -14,7 +14,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from cgbundle.tables.collectives import params, unpacked
+from cgbundle.validate.special_kernels import params, unpacked
 from cgcompile.targets.collectives.exchange_memory import LIMIT, STATUS
 from tests.helpers.drivers.fake_driver import FakeDriver, Handle
 

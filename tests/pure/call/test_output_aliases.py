@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cgbundle.call.aliasing import AliasLayout, rebase
 from cgbundle.call.outputs import View
-from cgbundle.errors import CATALOGUE
+from cgbundle.catalogue import CATALOGUE
 from cgbundle.format import manifest_json
 from cgbundle.format.schema import Alias, Manifest, Value
 from cgbundle.program import Program

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from cgbundle import self_test
 from cgbundle.call.aliasing import apart, folds, reach, shared
-from cgbundle.format import file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_files
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.tables.module_state import Address
 from cgbundle.tensors.capsules import _capsule_new
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate.manifest import check_manifest
+from cgbundle.validate.module_state import Address
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import MemsetNode
 from tests.helpers.bundles import cuda_bundles
@@ -364,7 +364,7 @@ def test_the_self_test_compares_what_was_written(tmp_path: Path, stored: float, 
         for kind, values in numbers.items()
     }
     with open(tmp_path / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, entries)
+        safetensors_files.write(file, entries)
     backend = Writing(manifest, lambda key, inputs: [list(inputs[0])])
     (result,) = self_test.replay_self_test(Program(manifest, backend, "pad", "copy", self_test=kept_self_test(str(tmp_path))))
     assert result.exact is passes and result.passed(manifest.entries[0].self_test.compare) is passes

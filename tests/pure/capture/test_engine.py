@@ -13,25 +13,14 @@ from typing import Any
 import pytest
 
 from cgbundle.format.schema import EngineSpan, EngineTensor
-from cgbundle.tables.module_state import Address, Relocation
+from cgbundle.validate.module_state import Address, Relocation
 from cgcompile.capture.engine import engine_take, observe
 from cgcompile.capture.engine.assemble import AssembledEngine, assemble_engine
 from cgcompile.capture.engine.engine_take import EngineTake, NamedTensor, PointerWord, read_recording, write_recording
 from cgcompile.capture.engine.layout import alignment, inputs_bytes, lay_out_tensors, without
 from cgcompile.capture.engine.save import save_graphs
 from cgcompile.capture.placement import SEGMENT_ALIGN
-from cgcompile.capture.take import (
-    Pointee,
-    Range,
-    RawGraph,
-    RawKernel,
-    RawMemset,
-    RawModuleState,
-    RawNode,
-    RawValue,
-    Take,
-    Word,
-)
+from cgcompile.capture.take import Pointee, Range, RawGraph, RawKernel, RawMemset, RawModuleState, RawNode, RawValue, Take, Word
 from cgcompile.capture.worker.address_map import AddressMap
 from cgcompile.targets.memory_layout import PAD
 from tests.helpers.raising import raises

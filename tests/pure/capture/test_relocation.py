@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.tables.module_state import Address, Relocation
+from cgbundle.validate.module_state import Address, Relocation
 from cgcompile.bundle.recordings import KernelNode, MemcpyNode, MemsetNode
 from cgcompile.capture.assemble import assemble
 from cgcompile.capture.placement import SEGMENT_ALIGN

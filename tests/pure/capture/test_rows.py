@@ -10,25 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.tables.module_state import Address
-from cgbundle.tables.table import Table, launch_order
+from cgbundle.format.table import Table, launch_order
+from cgbundle.validate.module_state import Address
 from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import ConditionalNode, KernelNode, MemsetNode, Recording
 from cgcompile.capture.assemble import assemble, has_conditions
 from cgcompile.capture.rows import Mark, Piece, join, marks_and_graphs
-from cgcompile.capture.take import (
-    RawBegin,
-    RawEmpty,
-    RawEnd,
-    RawGraph,
-    RawMemset,
-    RawNextBody,
-    RawRow,
-    RawSetCondition,
-    Take,
-    Word,
-)
+from cgcompile.capture.take import RawBegin, RawEmpty, RawEnd, RawGraph, RawMemset, RawNextBody, RawRow, RawSetCondition, Take, Word
 from tests.helpers.bundles.conditional_rows import function
 from tests.helpers.bundles.recordings import IMAGE, MEMORIES
 from tests.helpers.raising import raises

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from cgbundle.format import file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_files
 from cgbundle.format.schema import Dimension, Manifest, Program, Provenance, SelfTest, TensorSpec, Value
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
@@ -45,7 +45,7 @@ def write(
         (folder / "graphs" / f"g0-{key[0]}x{key[1]}.bin").write_bytes(tables.encode(replace(record(image, key[0]), key=key)))
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
     with open(folder / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, {"nothing": ("uint8", (1,), lambda: b"0")})
+        safetensors_files.write(file, {"nothing": ("uint8", (1,), lambda: b"0")})
     manifest = edited(
         base,
         dimensions=(_dimension("batch", batches), _dimension("seq", seqs)),

@@ -290,7 +290,7 @@ def test_verify_wants_a_self_test_for_every_key(bundle: Path) -> None:
     tensors = tiny_bundle.self_test_tensors()
     del tensors["4/output/0"]
     with open(bundle / file_names.SELF_TEST, "wb") as file:
-        tiny_bundle.safetensors_writer.write(file, tensors)
+        tiny_bundle.safetensors_files.write(file, tensors)
     tiny_bundle.seal(bundle, replace(tiny_bundle.manifest(), files=manifest_text.describe_files(str(bundle))))
     result = call("verify", bundle)
     assert result.exit_code == 1 and "tensor '4/output/0' is missing" in result.stdout

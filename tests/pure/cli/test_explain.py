@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-import cgbundle.errors
+import cgbundle.catalogue
 import cgcompile.errors
 from cgcompile.util.explanations import explanations, nearest, spelled
 from cgcompile.util.padding_reasons import REASONS
@@ -67,7 +67,7 @@ def test_padding_is_explained_reason_by_reason() -> None:
 
 def test_every_error_of_the_catalogues_is_there() -> None:
     names = {explanation.name for explanation in explanations() if explanation.kind == "error"}
-    assert names == cgbundle.errors.CATALOGUE.keys() | cgcompile.errors.CATALOGUE.keys()
+    assert names == cgbundle.catalogue.CATALOGUE.keys() | cgcompile.errors.CATALOGUE.keys()
 
 
 def test_a_mistyped_name_suggests_the_nearest() -> None:

@@ -29,7 +29,7 @@ from cgbundle.format.schema import (
     TensorSpec,
     Weight,
 )
-from cgbundle.format.spans import span
+from cgbundle.format.shapes import span
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, KernelNode, Recording
 from cgcompile.pipeline.records import Built

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cgbundle import self_test
-from cgbundle.errors import CATALOGUE, place
+from cgbundle.catalogue import CATALOGUE
+from cgbundle.errors import place
 from cgbundle.format import file_names
 from cgcompile_cli import errors, main
 from cgcompile_cli.signals import Stopped

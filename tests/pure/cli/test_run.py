@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from cgbundle.errors import MachineError
 from cgbundle.format.archive import read_manifest
-from cgbundle.format.safetensors import Mapped
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.loader import load
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile_cli import main

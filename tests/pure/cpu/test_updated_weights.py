@@ -6,9 +6,9 @@ import ctypes
 from dataclasses import replace
 from typing import Any
 
+from cgbundle.call.update import contents_of
+from cgbundle.cpu.host_weights import CACHE_LINE, HostWeights
 from cgbundle.tensors.tensor import Tensor
-from cgbundle.weights.host import CACHE_LINE, HostWeights
-from cgbundle.weights.update import contents_of
 from tests.helpers.bundles.tiny_bundle import manifest
 
 

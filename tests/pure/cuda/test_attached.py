@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import cgbundle
-from cgbundle.cuda.background import PAUSE, QUIET
 from cgbundle.errors import CgbundleError
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import Engine, Manifest
 from cgbundle.gpu.attached import attach_poisoned
+from cgbundle.process import PAUSE, QUIET
 from cgbundle.tensors.tensor import Tensor
 from cgbundle.validate.bundle import check_bundle, examine
 from tests.helpers.bundles import cuda_bundles as rows

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 from cgbundle.call.profile import Profile, step_names
-from cgbundle.cuda import driver, launches, libcuda, memory
+from cgbundle.cuda import driver, kernels, lanes, libcuda, memory, upload
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
+from cgbundle.format.table import Table
 from cgbundle.gpu import device_bundle as shared
 from cgbundle.gpu import step_times
 from cgbundle.program.opening import MODES
-from cgbundle.tables.table import Table
-from cgbundle.validate import contents, recordings
-from cgbundle.weights import lanes, reads, upload
+from cgbundle.validate import contents, module_state
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
@@ -87,8 +86,8 @@ def test_poison_changes_nothing(fake: FakeDriver, bundle: tuple[Manifest, Path],
 def test_poison_fills_undefined_bytes_only(bundle: tuple[Manifest, Path]) -> None:
     _, folder = bundle
     table = Table((folder / "graphs/g0-4.bin").read_bytes())
-    plain = launches.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), None).tobytes()
-    poisoned = launches.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), 0xA5).tobytes()
+    plain = kernels.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), None).tobytes()
+    poisoned = kernels.patch(table, (1 << 40, 2 << 40, 3 << 40, 4 << 40, 0), 0xA5).tobytes()
     assert [i for i in range(len(plain)) if plain[i] != poisoned[i]] == [20, 21, 22, 23]
     assert int.from_bytes(plain[0:8], "little") == (4 << 40) + cuda_bundles.RESULT
     assert int.from_bytes(plain[56:64], "little") == 3 << 40
@@ -222,7 +221,7 @@ def test_an_interrupt_while_opening_leaves_nothing(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recordings, "check_module_states", interrupt)
+    monkeypatch.setattr(module_state, "check_module_states", interrupt)
     with pytest.raises(KeyboardInterrupt):
         opened(*bundle)
 
@@ -506,7 +505,7 @@ def test_the_disk_begins_to_read_the_first_weights(
 ) -> None:
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr("os.posix_fadvise", lambda file, begin, size, advice: asked.append((begin, size)))
-    monkeypatch.setattr(reads, "STEP", 256)
+    monkeypatch.setattr(upload, "STEP", 256)
     monkeypatch.setattr(upload, "FIRST", 384)
     manifest, folder = bundle
     pieces = upload.listed(ArchiveOf(folder, manifest))

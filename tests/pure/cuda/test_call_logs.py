@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.program import Program
@@ -216,7 +216,7 @@ def update(calls: Calls, mode: str, outputs: str) -> None:
     named = {"offsets": from_bytes(array("f", [5.0] * count), "float32", (count,)), "small": from_bytes(b"xyz", "uint8", (3,))}
     with open(calls.folder / "new.safetensors", "wb") as file:
         rows = {"tied": ("float32", (count,), lambda: array("f", [3.0] * count)), "small": ("uint8", (3,), lambda: b"xyz")}
-        safetensors_writer.write(file, rows)
+        safetensors_files.write(file, rows)
     calls.note("tensors", lambda: model.update(named))
     calls.note("a file", lambda: model.update(calls.folder / "new.safetensors"))
     calls.note("of the GPU", lambda: model.update({"offsets": calls.on_gpu(array("f", [1.0] * count), count)}, partial=True))

@@ -17,7 +17,7 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu import device_bundle as shared
 from cgbundle.gpu.backend import CudaBackend
-from cgbundle.gpu.programs import with_inputs_at
+from cgbundle.gpu.moves import with_inputs_at
 from cgbundle.program import Program
 from cgbundle.program.opening import MODES
 from cgbundle.self_test import replay_chained

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from cgbundle.cuda import driver, memory
 from cgbundle.cuda.driver import Context
 from cgbundle.errors import CgbundleError, MachineError
-from cgbundle.gpu import outputs, threaded_copies
-from cgbundle.gpu.outputs import HostCopies
+from cgbundle.gpu import streams, threaded_copies
+from cgbundle.gpu.streams import HostCopies
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
 from tests.helpers.drivers.cuda_calls import opened
@@ -33,7 +33,7 @@ TO, FROM = "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync"
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "LARGE", LARGE)
+    monkeypatch.setattr(streams, "LARGE", LARGE)
     monkeypatch.setattr(threaded_copies, "CHUNK", CHUNK)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
 

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import launches
+from cgbundle.cuda import kernels, upload
 from cgbundle.errors import BundleError, CallError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.schema import Manifest, Program, Region, Step, Value
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.program.opening import MODES
 from cgbundle.validate.programs import check_lifetimes, check_order
-from cgbundle.weights import upload
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.helpers.bundles.edits import edited
@@ -247,8 +246,8 @@ def test_graphs_get_no_address_of_the_hosts(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bases: list[Sequence[int]] = []
-    patch = launches.patch
-    monkeypatch.setattr(launches, "patch", lambda table, starts, poison: (bases.append(starts), patch(table, starts, poison))[1])
+    patch = kernels.patch
+    monkeypatch.setattr(kernels, "patch", lambda table, starts, poison: (bases.append(starts), patch(table, starts, poison))[1])
     backend = opened(*bundle)
     assert [starts[-1] for starts in bases] == [0, 0]
     backend.close()

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import background
-from cgbundle.cuda.background import Background
+from cgbundle import process
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu import backend as cuda_backend
 from cgbundle.gpu.backend import CudaBackend
+from cgbundle.process import Background
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
 from tests.helpers.drivers.cuda_calls import call, opened
@@ -65,7 +65,7 @@ def test_how_many_are_built_at_load(fake: FakeDriver, bundle: tuple[Manifest, Pa
 def test_a_call_that_comes_before_builds_its_key_and_no_one_again(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     backend = opened(*bundle, lazy=None)
     assert answers(backend, 1) and fake.calls.count(BUILT) == 2
-    assert [backend._background.step() for _ in range(3)] == [background.PAUSE, background.PAUSE, "done"]  # type: ignore[union-attr]
+    assert [backend._background.step() for _ in range(3)] == [process.PAUSE, process.PAUSE, "done"]  # type: ignore[union-attr]
     assert answers(backend, 0) and answers(backend, 1) and fake.calls.count(BUILT) == 2
     backend.close()
 
@@ -113,7 +113,7 @@ def test_a_call_inside_a_capture_builds_its_key(fake: FakeDriver, bundle: tuple[
 def test_the_first_call_does_not_wait_for_the_thread(
     fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "FIRST", 3600)
+    monkeypatch.setattr(process, "FIRST", 3600)
     backend = opened(*bundle, lazy=None)
     assert answers(backend, 0) and fake.calls.count(BUILT) == 1
     backend.close()  # close does not wait for the thread either

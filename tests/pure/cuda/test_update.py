@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import memory
+from cgbundle.call.update import update
+from cgbundle.cuda import memory, upload
 from cgbundle.errors import CgbundleError
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu import update as of_the_gpu
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from cgbundle.weights import upload
-from cgbundle.weights.update import update
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, inputs
 from tests.helpers.drivers.cuda_calls import allocate, call, opened
@@ -43,7 +42,7 @@ def new_weights(first: float) -> dict[str, Tensor]:
 def stored(folder: Path, first: float) -> Path:
     path = folder / "new.safetensors"
     with open(path, "wb") as file:
-        safetensors_writer.write(
+        safetensors_files.write(
             file, {"tied": ("float32", (COUNT,), lambda: offsets(first)), "small": ("uint8", (3,), lambda: b"xyz")}
         )
     return path

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle import loader
+from cgbundle import loader, process
 from cgbundle.errors import BundleError, CgbundleError
-from cgbundle.format import archive, file_names, manifest_json, open_files
+from cgbundle.format import archive, file_names, manifest_json
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
 from cgbundle.validate.manifest import check_manifest
@@ -217,7 +217,7 @@ def test_files_are_described_as_they_are(tmp_path: Path) -> None:
 
 def test_a_hash_is_taken_over_more_than_one_piece(tmp_path: Path) -> None:
     data = bytes(range(256)) * 20_000
-    assert len(data) > open_files.CHUNK
+    assert len(data) > process.CHUNK
     (tmp_path / "big").write_bytes(data)
     assert manifest_text.sha256(str(tmp_path / "big")) == hashlib.sha256(data).hexdigest()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cgbundle import loader
+from cgbundle.call.update import OpenFile
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
@@ -22,7 +23,6 @@ from cgbundle.format.limits import HELD_BYTES
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
 from cgbundle.validate.manifest import check_manifest
-from cgbundle.weights.update import OpenFile
 from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, write_bundle

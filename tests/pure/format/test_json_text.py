@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.format import json_text, manifest_json
+from cgbundle.format import limits, manifest_json
 from cgbundle.format.safetensors import read_header
 from cgbundle.validate import host_code
 from cgcompile.bundle import manifest_text
@@ -26,24 +26,24 @@ values = st.recursive(
 
 @given(values)
 def test_what_is_written_is_read(value: object) -> None:
-    assert json_text.parse(json.dumps(value).encode()) == value
+    assert limits.parse(json.dumps(value).encode()) == value
 
 
 @pytest.mark.parametrize("around", ["%s", "[%s]", '{"x":%s}', '{"x":[1,{"y":%s}],"z":2}'])
 @pytest.mark.parametrize("pair", ['"a":1,"a":1', '"a":1,"b":2,"a":3', r'"a":1,"\u0061":2', '"":{},"":[]', '"é":1,"\\u00e9":2'])
 def test_a_name_that_stands_twice_is_refused_at_any_depth(pair: str, around: str) -> None:
     with pytest.raises(ValueError, match="occurs twice in an object"):
-        json_text.parse((around % f"{{{pair}}}").encode())
+        limits.parse((around % f"{{{pair}}}").encode())
 
 
 def test_names_in_two_objects_and_in_texts_are_no_repetition() -> None:
-    assert json_text.parse(b'[{"a":1},{"a":{"a":"\\"a\\":1,\\"a\\":2"}}]') == [{"a": 1}, {"a": {"a": '"a":1,"a":2'}}]
+    assert limits.parse(b'[{"a":1},{"a":{"a":"\\"a\\":1,\\"a\\":2"}}]') == [{"a": 1}, {"a": {"a": '"a":1,"a":2'}}]
 
 
 def test_a_repetition_among_many_names_takes_no_time_by_their_square() -> None:
     names = ",".join([f'"n{number}":0' for number in range(200_000)])
     with pytest.raises(ValueError, match="'n7' occurs twice"):
-        json_text.parse(f'{{{names},"n7":0}}'.encode())
+        limits.parse(f'{{{names},"n7":0}}'.encode())
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_repetition_among_many_names_takes_no_time_by_their_square() -> None:
 def test_numbers_that_are_none_are_refused(number: str) -> None:
     for text in (number, f"[{number}]", f'{{"a":{number}}}'):
         with pytest.raises(ValueError, match="not JSON|Exceeds|not allowed"):
-            json_text.parse(text.encode())
+            limits.parse(text.encode())
 
 
 def sealed(text: bytes) -> bytes:

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
-from cgbundle.format import limits, safetensors_writer
-from cgbundle.format.safetensors import ALIGNMENT, CODES, Mapped, nbytes, read_header
+from cgbundle.format import limits, safetensors_files
+from cgbundle.format.safetensors import ALIGNMENT, CODES, nbytes, read_header
+from cgbundle.format.safetensors_files import Mapped
 from cgbundle.format.schema import DTYPES
 from tests.helpers.raising import raises
 
@@ -27,7 +28,7 @@ Contents = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 def write(path: Path, tensors: Contents) -> Path:
     with open(path, "wb") as file:
-        safetensors_writer.write(
+        safetensors_files.write(
             file, {name: (dtype, shape, lambda data=data: data) for name, (dtype, shape, data) in tensors.items()}
         )
     return path
@@ -64,7 +65,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_a_header_says_where_the_data_of_each_tensor_begins(tmp_path: Path) -> None:
     data = write(tmp_path / "w", SAMPLE).read_bytes()
-    places = safetensors_writer.write_header(io.BytesIO(), {name: (dtype, shape) for name, (dtype, shape, _) in SAMPLE.items()})
+    places = safetensors_files.write_header(io.BytesIO(), {name: (dtype, shape) for name, (dtype, shape, _) in SAMPLE.items()})
     assert {name: data[place:][: len(SAMPLE[name][2])] for name, place in places.items()} == {
         name: contents for name, (_, _, contents) in SAMPLE.items()
     }
@@ -116,7 +117,7 @@ def test_any_tensors_survive_the_round_trip_in_any_order(kinds: dict[str, Any], 
     chance.shuffle(names)
     file, shuffled = io.BytesIO(), io.BytesIO()
     for target, order in ((file, list(tensors)), (shuffled, names)):
-        safetensors_writer.write(target, {name: (*tensors[name][:2], lambda name=name: tensors[name][2]) for name in order})
+        safetensors_files.write(target, {name: (*tensors[name][:2], lambda name=name: tensors[name][2]) for name in order})
     assert file.getvalue() == shuffled.getvalue()
     length = int.from_bytes(file.getvalue()[:8], "little")
     header = json.loads(file.getvalue()[8 : 8 + length])
@@ -187,7 +188,7 @@ def test_a_closed_mapping_is_unmapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [0, 7, 9])
 def test_contents_of_another_length_than_the_shape_are_refused(length: int) -> None:
     with pytest.raises(ValueError, match=f"tensor 'x' gave {length} bytes, expected 8"):
-        safetensors_writer.write(io.BytesIO(), {"x": ("float32", (2,), lambda: bytes(length))})
+        safetensors_files.write(io.BytesIO(), {"x": ("float32", (2,), lambda: bytes(length))})
 
 
 def test_a_dtype_that_the_format_does_not_have_is_pairs_there(tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_contents_are_asked_for_one_at_a_time_and_let_go() -> None:
         alive.append(weakref.ref(chunk))
         return chunk
 
-    safetensors_writer.write(io.BytesIO(), {f"x{index}": ("uint8", (1024,), contents) for index in range(4)})
+    safetensors_files.write(io.BytesIO(), {f"x{index}": ("uint8", (1024,), contents) for index in range(4)})
     assert len(alive) == 4
 
 
@@ -274,7 +275,7 @@ def test_arrays_of_any_shape_can_be_written(tmp_path: Path) -> None:
         "bool": numpy.array([True, False]),
     }
     with open(tmp_path / "w", "wb") as file:
-        safetensors_writer.write(
+        safetensors_files.write(
             file, {name: (str(value.dtype), value.shape, lambda value=value: value) for name, value in arrays.items()}
         )
     tensors = read(tmp_path / "w")
@@ -321,7 +322,7 @@ def test_what_the_package_refuses_we_refuse(
     """A header with one changed offset or axis is refused by both, or accepted by both."""
     package = pytest.importorskip("safetensors")
     file = io.BytesIO()
-    safetensors_writer.write(
+    safetensors_files.write(
         file, {name: (dtype, shape, lambda n=nbytes(dtype, shape): bytes(n)) for name, (dtype, shape) in kinds.items()}
     )
     length = int.from_bytes(file.getvalue()[:8], "little")

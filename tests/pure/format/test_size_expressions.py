@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.schema import Size
-from cgbundle.format.size_expressions import evaluate, linear, names, text
+from cgbundle.format.shapes import evaluate, linear, names, text
 
 DIMENSIONS = ("batch", "seq")
 whole = st.integers(-20, 20)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.tables.module_state import Address, Relocation
+from cgbundle.validate.module_state import Address, Relocation
 from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, Recording
 from cgcompile.offline.assemble.block_reader import arguments, check_order, programs
 from cgcompile.offline.lowered import KernelVariant

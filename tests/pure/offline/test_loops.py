@@ -10,25 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
 from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import ConditionalNode, KernelNode, MemsetNode, Recording
 from cgcompile.offline.assemble.arena import Plan, lifetimes, plan
 from cgcompile.offline.assemble.plan_check import check_plan
-from cgcompile.offline.lowered import (
-    TEMPORARY,
-    Begin,
-    Buffer,
-    End,
-    Event,
-    Fill,
-    HostRead,
-    Lowered,
-    NextBody,
-    Pointer,
-    SetCondition,
-)
+from cgcompile.offline.lowered import TEMPORARY, Begin, Buffer, End, Event, Fill, HostRead, Lowered, NextBody, Pointer, SetCondition
 from cgcompile.targets.cuda.bodies import Bodies
 from cgcompile.targets.memory_layout import PAD
 from tests.helpers.bundles.conditional_rows import fill, function, setter

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.schema import MEMORIES, Value
-from cgbundle.tables.module_state import Address, Relocation
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
+from cgbundle.validate.module_state import Address, Relocation
 from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, KernelNode, MemcpyNode, MemsetNode

@@ -14,7 +14,7 @@ import pytest
 
 import cgbundle
 from cgbundle.errors import CgbundleError
-from cgbundle.format import safetensors_writer
+from cgbundle.format import safetensors_files
 from cgbundle.format.file_names import PROGRAM, SELF_TEST, self_test_entry
 from cgbundle.format.schema import Dimension, Manifest, SelfTest, TensorSpec
 from cgbundle.gpu.backend import CudaBackend
@@ -59,7 +59,7 @@ def write(folder: Path) -> Manifest:
         for kind, data in (("input", inputs(key)), ("output", expected(inputs(key)))):
             contents[self_test_entry((key,), kind, 0)] = ("float32", (key, FLOATS), partial(bytes, data))
     with open(folder / SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, contents)
+        safetensors_files.write(file, contents)
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1))
     manifest = edited(
         manifest,

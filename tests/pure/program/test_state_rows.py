@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
+from cgbundle.cpu.host_weights import Room, gpu_room, host_room, resized
 from cgbundle.cpu.machine import free_memory
 from cgbundle.errors import OutOfMemory
 from cgbundle.format import manifest_json
 from cgbundle.format.limits import STATE_ROWS
 from cgbundle.format.schema import Alias, Manifest, StateDimension, World
+from cgbundle.format.table import Table
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.tables.table import Table
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.manifest import check_weight_rows
 from cgbundle.validate.state import check_rows_of_recording, check_state, check_state_dimensions
-from cgbundle.weights.host import Room, gpu_room, host_room, resized
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import MemsetNode

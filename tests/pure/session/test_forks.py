@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.call.forks import FORKS
 from cgbundle.call.locks import ExclusiveLock
 from cgbundle.cpu.backend import SharedLock
 from cgbundle.cuda.driver import Context
 from cgbundle.gpu.device_bundle import check_driver
+from cgbundle.process import FORKS
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.drivers.cuda_calls import opened
 from tests.helpers.drivers.fake_driver import FakeDriver, install

@@ -17,10 +17,10 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.tables.module_state import Address, ModuleState, Relocation
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from cgbundle.validate import contents
+from cgbundle.validate import contents, module_state
 from cgbundle.validate.manifest import check_manifest
+from cgbundle.validate.module_state import Address, ModuleState, Relocation
 from tests.helpers.bundles import state_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs
@@ -236,13 +236,11 @@ def test_eight_sessions_in_eight_threads(fake: FakeDriver, bundle: tuple[Manifes
 def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
     fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cgbundle.gpu import device_bundle as shared
-
     manifest, _ = bundle
     image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
     word = (Relocation(at=0, target=Address(memory=INPUTS_AT, offset=0)),)
     pointing = (ModuleState(image=image, symbol="table", contents=bytes(8), relocations=word),)
-    monkeypatch.setattr(shared, "states", lambda bundle: pointing)
+    monkeypatch.setattr(module_state, "states", lambda bundle: pointing)
     with opened(bundle) as program:
         for _ in range(2):
             with program.session() as session:
@@ -253,9 +251,7 @@ def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
 def test_images_without_variables_that_kernels_write_are_loaded_once(
     fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cgbundle.gpu import device_bundle as shared
-
-    monkeypatch.setattr(shared, "states", lambda bundle: ())
+    monkeypatch.setattr(module_state, "states", lambda bundle: ())
     with opened(bundle) as program, program.session(), program.session():
         assert fake.calls.count("cuModuleLoadData") == 1
 

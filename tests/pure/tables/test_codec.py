@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
-from cgbundle.tables.module_state import Address, ModuleState, Relocation, decode_states
-from cgbundle.tables.table import BRANCHING, Table, launch_order
-from cgbundle.validate.recordings import check_module_states, check_recording
+from cgbundle.format.table import BRANCHING, Table, launch_order
+from cgbundle.validate.module_state import Address, ModuleState, Relocation, check_module_states, decode_states
+from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import (
     TYPES,

@@ -6,8 +6,8 @@ from array import array
 
 import pytest
 
-from cgbundle.tables import table as column_file
-from cgbundle.tables.table import Column, Layout, unpack
+from cgbundle.format import table as column_file
+from cgbundle.format.table import Column, Layout, unpack
 from cgcompile.bundle import recordings
 from cgcompile.bundle.recordings import pack
 from tests.helpers.raising import raises

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.schema import DTYPES, MEMORIES
-from cgbundle.tables.collectives import exchanges
-from cgbundle.tables.module_state import Address
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
+from cgbundle.validate.module_state import Address
+from cgbundle.validate.special_kernels import exchanges
 from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import Edge, EmptyNode, KernelNode, Recording
 from cgcompile.offline.interpret.exchanges import exchange, run_ranks

@@ -7,7 +7,7 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.tables.module_state import Address
+from cgbundle.validate.module_state import Address
 from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, MemsetNode, Recording
 from cgcompile.targets.kernels.fills import PARAMS, has_memsets, memset_of, without_memsets
 

@@ -13,9 +13,9 @@ from tests.helpers.places import ROOT
 
 HOLDING = """
 import abc, ctypes, os, sys
+from cgbundle.call.update import OpenFile
 from cgbundle.format.archive import Archive
-from cgbundle.format.open_files import KeptFile
-from cgbundle.weights.update import OpenFile
+from cgbundle.process import KeptFile
 from cgbundle.tensors.capsules import export
 from cgbundle.tensors.tensor import Tensor, empty
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import spans
+from cgbundle.format import shapes
 from cgbundle.format.schema import TensorSpec
 from cgbundle.tensors import tensor
 from cgbundle.tensors.input_errors import unreadable
@@ -67,7 +67,7 @@ def test_an_array_is_read_as_it_lies_or_laid_out_anew(name: str) -> None:
     place = lib.describe(value)
     assert (tuple(place[1]), place[2]) == (array.shape, "float32")
     order = tuple(range(array.ndim))
-    if place[3] is not None and not spans.is_dense(place[1], place[3], order):
+    if place[3] is not None and not shapes.is_dense(place[1], place[3], order):
         value = lib.ordered(value, order)
         place = lib.describe(value)
     assert elements((*place[:3], None, place[4])) == array.flatten().tolist()
@@ -82,7 +82,7 @@ def test_a_row_major_array_says_so_and_is_not_copied() -> None:
 def test_ordered_lays_the_axes_out_in_memory_as_asked(order: tuple[int, ...]) -> None:
     reordered = library().ordered(BASE[:, :, ::-1], order)
     assert reordered.tolist() == BASE[:, :, ::-1].tolist()
-    assert spans.is_dense(reordered.shape, library().strides(reordered), order)
+    assert shapes.is_dense(reordered.shape, library().strides(reordered), order)
 
 
 def test_a_readonly_array_is_read() -> None:
@@ -265,7 +265,7 @@ def test_torch_lays_the_axes_out_as_asked(order: tuple[int, ...]) -> None:
     torch, lib = torch_library()
     value = torch.arange(24.0).reshape(1, 2, 3, 4)
     reordered = lib.ordered(value, order)
-    assert torch.equal(reordered, value) and spans.is_dense(reordered.shape, reordered.stride(), order)
+    assert torch.equal(reordered, value) and shapes.is_dense(reordered.shape, reordered.stride(), order)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 3)])

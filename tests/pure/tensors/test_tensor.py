@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.format import spans
 from cgbundle.format.schema import DTYPES
+from cgbundle.format.shapes import dense, is_dense
 from cgbundle.tensors import capsules, library, tensor
 from cgbundle.tensors.tensor import Tensor
 from tests.helpers.places import ROOT
@@ -48,8 +48,8 @@ shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 @given(shapes, st.permutations(range(4)))
 def test_dense_strides_leave_no_gap_in_any_order(shape: tuple[int, ...], places: list[int]) -> None:
     order = [axis for axis in places if axis < len(shape)]
-    strides = spans.dense(shape, order)
-    assert spans.is_dense(shape, strides, order)
+    strides = dense(shape, order)
+    assert is_dense(shape, strides, order)
     if 0 not in shape:
         assert sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) == prod(shape) - 1
         assert [shape[axis] for axis in order] == [
@@ -140,7 +140,7 @@ def test_values_are_shown_as_they_lie_in_any_layout(shape: tuple[int, ...], data
     order = data.draw(st.permutations(range(len(shape))))
     source = tensor.from_bytes(bytes([number % 256 for number in range(prod(shape))]), "uint8", shape)
     laid = tensor.empty("uint8", shape)
-    laid = Tensor(laid.address, "uint8", shape, spans.dense(shape, order), laid.owner)
+    laid = Tensor(laid.address, "uint8", shape, dense(shape, order), laid.owner)
     tensor.copy(laid, source)
     text = repr(laid)
     assert text == repr(source) and len(text) < 250

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_files
 from cgbundle.format.schema import Dimension, Manifest, TensorSpec
 from cgcompile.bundle import manifest_text
 from cgcompile.tools.bench import baselines
@@ -402,13 +402,13 @@ class TimedDriver(FakeDriver):
 def gpu_bundle(folder: Path) -> Manifest:
     """Writes a complete bundle of the fake driver's kernels: y[batch, FLOATS] of x[batch, FLOATS]."""
     bare = cuda_bundles.write(folder, b"an image")
-    self_test: dict[str, safetensors_writer.Tensor] = {}
+    self_test: dict[str, safetensors_files.Tensor] = {}
     for size in cuda_bundles.KEYS:
         input_data = cuda_bundles.inputs(size)
         for kind, values in (("input", input_data), ("output", cuda_bundles.expected(input_data))):
             self_test[file_names.self_test_entry((size,), kind, 0)] = ("float32", (size, cuda_bundles.FLOATS), values.tobytes)
     with open(folder / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, self_test)
+        safetensors_files.write(file, self_test)
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", cuda_bundles.FLOATS), order=(0, 1))
     proofs = tuple([proof(size, tolerance=1e-4) for size in cuda_bundles.KEYS])

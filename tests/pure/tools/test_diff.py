@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive, file_names, manifest_json, safetensors_writer
+from cgbundle.format import archive, file_names, manifest_json, safetensors_files
 from cgbundle.format.schema import VERSION, Alias, File, Finding, Manifest, Proof, Weight
-from cgbundle.tables.module_state import Address, Relocation
+from cgbundle.validate.module_state import Address, Relocation
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, Function, KernelNode, MemsetNode, Recording, encode_states
@@ -365,9 +365,9 @@ def test_another_order_is_told() -> None:
 # --- tensors and files ------------------------------------------------------------------------------------------
 
 
-def weigh(folder: Path, tensors: dict[str, safetensors_writer.Tensor]) -> None:
+def weigh(folder: Path, tensors: dict[str, safetensors_files.Tensor]) -> None:
     with open(folder / file_names.WEIGHTS, "wb") as file:
-        safetensors_writer.write(file, tensors)
+        safetensors_files.write(file, tensors)
     reseal(folder)
 
 
@@ -403,7 +403,7 @@ def test_the_self_test_is_compared_tensor_by_tensor(tiny: Path, tmp_path: Path) 
     tensors = tiny_bundle.self_test_tensors()
     tensors["4/output/0"] = ("float32", (4, 2), tiny_bundle.floats(range(1, 9)))
     with open(other / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(file, tensors)
+        safetensors_files.write(file, tensors)
     reseal(other)
     assert lines(differences(tiny, other)) == ["self-test: 4/output/0: 8 of 8 elements differ (float32)"]
 

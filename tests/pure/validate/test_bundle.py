@@ -12,11 +12,11 @@ import pytest
 from cgbundle.format import file_names, limits, manifest_json
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import MEMORIES, File, Finding, Lowering, Manifest, Parameter, Region, Step, TensorSpec, Value
-from cgbundle.format.size_expressions import operands
-from cgbundle.tables.module_state import ModuleState
+from cgbundle.format.shapes import operands
 from cgbundle.validate import bundle, contents
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.manifest import check_manifest
+from cgbundle.validate.module_state import ModuleState
 from cgbundle.validate.programs import check_size_evaluations
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables

@@ -9,7 +9,7 @@ import pytest
 
 from cgbundle.errors import BundleError
 from cgbundle.format import limits
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
 from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import ConditionalNode, Edge, EmptyNode, Handle, KernelNode, Node, Recording

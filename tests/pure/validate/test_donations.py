@@ -10,8 +10,8 @@ import pytest
 
 from cgbundle.format import limits, manifest_json
 from cgbundle.format.schema import Alias, Manifest
-from cgbundle.tables.module_state import ModuleState
 from cgbundle.validate.contents import check_tables
+from cgbundle.validate.module_state import ModuleState
 from cgbundle.validate.state import check_donations
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables

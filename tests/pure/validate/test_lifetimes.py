@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
 from cgbundle.format.schema import Program, Step, Value
-from cgbundle.format.spans import Spans, span
+from cgbundle.format.shapes import Spans, span
 from cgbundle.validate.programs import check_lifetimes
 from tests.helpers.frugal import cost
 from tests.helpers.raising import raises

@@ -7,8 +7,8 @@ import pytest
 
 from cgbundle.errors import BundleError
 from cgbundle.format.schema import MEMORIES, Program, Step, Value
-from cgbundle.tables.module_state import Address, Relocation
-from cgbundle.tables.table import Table
+from cgbundle.format.table import Table
+from cgbundle.validate.module_state import Address, Relocation
 from cgbundle.validate.programs import check_overwrites
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import KernelNode, MemcpyNode, MemsetNode, Node, Recording

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cgbundle.tables.module_state import Address, Relocation
-from cgbundle.tables.table import Table
-from cgbundle.validate.recordings import check_module_states, check_recording
+from cgbundle.format.table import Table
+from cgbundle.validate.module_state import Address, Relocation, check_module_states
+from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import EmptyNode, Function, KernelNode, Recording
 from tests.helpers.bundles.recordings import (

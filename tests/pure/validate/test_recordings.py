@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cgbundle.tables.module_state import Address, ModuleState, Relocation, decode_states
-from cgbundle.tables.table import Table
-from cgbundle.validate.recordings import check_module_states, check_recording
+from cgbundle.format.table import Table
+from cgbundle.validate.module_state import Address, ModuleState, Relocation, check_module_states, decode_states
+from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, Recording, encode_states
 from tests.helpers.bundles.recordings import (

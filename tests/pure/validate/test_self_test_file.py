@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.format import file_names, manifest_json, safetensors, safetensors_writer
+from cgbundle.format import file_names, manifest_json, safetensors, safetensors_files
 from cgbundle.format.file_names import self_test_entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.validate.bundle import check_self_test
@@ -46,7 +46,7 @@ def sound() -> Shapes:
 
 def check(folder: Path, shapes: Shapes) -> None:
     with open(folder / file_names.SELF_TEST, "wb") as file:
-        safetensors_writer.write(
+        safetensors_files.write(
             file,
             {
                 name: (dtype, shape, lambda dtype=dtype, shape=shape: bytes(safetensors.nbytes(dtype, shape)))

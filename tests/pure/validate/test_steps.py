@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
 from cgbundle.format.schema import Program, Step, Value
-from cgbundle.format.spans import Spans, span
-from cgbundle.tables.table import Table
+from cgbundle.format.shapes import Spans, span
+from cgbundle.format.table import Table
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.programs import check_lifetimes, check_order, check_overwrites
 from cgcompile.bundle import recordings as tables

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from cgbundle.cuda.upload import listed
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, file_names, safetensors, safetensors_writer
+from cgbundle.format import archive, file_names, safetensors_files
 from cgbundle.format.archive import Archive
 from cgbundle.format.file_names import TABLES, WEIGHTS
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle, check_manifest, examine
-from cgbundle.weights.upload import listed
 from cgcompile.bundle import manifest_text
 from cgcompile.tools.diff.bundle_files import open_bundle
 from cgcompile.tools.diff.compare import compare
@@ -37,13 +37,13 @@ def manifest() -> Manifest:
 def write(folder: Path, tables: dict[str, bytes]) -> None:
     """Writes the bundle with these tables, and seals it again."""
     with open(folder / TABLES, "wb") as file:
-        safetensors_writer.write(file, {name: ("uint8", (len(data),), lambda data=data: data) for name, data in tables.items()})
+        safetensors_files.write(file, {name: ("uint8", (len(data),), lambda data=data: data) for name, data in tables.items()})
     manifest = replace(archive.read_manifest(str(folder)), files=manifest_text.describe_files(str(folder)))
     (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    mapped = safetensors.Mapped(str(folder / TABLES), TABLES)
+    mapped = safetensors_files.Mapped(str(folder / TABLES), TABLES)
     return {name: bytes(mapped.data(name)) for name in mapped.entries}
 
 

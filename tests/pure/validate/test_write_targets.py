@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
 from cgbundle.format.schema import Manifest, Step
-from cgbundle.format.spans import Cover
-from cgbundle.tables.module_state import Address
-from cgbundle.tables.table import Table
+from cgbundle.format.shapes import Cover
+from cgbundle.format.table import Table
 from cgbundle.validate.contents import check_tables
+from cgbundle.validate.module_state import Address
 from cgbundle.validate.programs import check_steps, check_targets, writable
 from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import MemcpyNode, MemsetNode, Node, Recording

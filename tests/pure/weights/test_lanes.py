@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.weights import lanes
-from cgbundle.weights.lanes import MOST, AsyncReads, available
+from cgbundle.cuda import lanes
+from cgbundle.cuda.lanes import MOST, AsyncReads, available
 from tests.helpers.raising import raises
 
 DATA = os.urandom(100_003)

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.weights import reads
-from cgbundle.weights.reads import ALIGNMENT, WeightReader, is_cached
+from cgbundle.cuda import upload
+from cgbundle.cuda.upload import ALIGNMENT, WeightReader, is_cached
 from tests.helpers.raising import raises
 
 BYTES = 5 * ALIGNMENT + 123
@@ -40,7 +40,7 @@ def room(size: int = 8 * ALIGNMENT) -> memoryview:
 def large(monkeypatch: pytest.MonkeyPatch, *, cached: bool) -> None:
     """Makes the machine's memory smaller than twice the file."""
     monkeypatch.setattr("os.sysconf", lambda name: 1)
-    monkeypatch.setattr(reads, "is_cached", lambda file: cached)
+    monkeypatch.setattr(upload, "is_cached", lambda file: cached)
 
 
 class Calls:
@@ -112,7 +112,7 @@ def test_what_it_has_not_is_waited_for_and_from_then_on_all_is(file: int, number
 
 def test_what_is_announced_is_cut(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
-    monkeypatch.setattr(reads, "STEP", 100)
+    monkeypatch.setattr(upload, "STEP", 100)
     WeightReader(file, aligned=True).announce([(50, 250), (1000, 30)])
     wanted = [(50, 100), (150, 100), (250, 50), (1000, 30)]
     assert calls.advice == [(*span, os.POSIX_FADV_WILLNEED) for span in wanted]
@@ -140,7 +140,7 @@ def test_where_that_cannot_be_its_pages_go_behind_the_reading(file: int, why: st
         def refuse(*_: object) -> int:
             raise OSError(errno.EINVAL, "no O_DIRECT")
 
-        monkeypatch.setattr(reads, "_reopened", refuse)
+        monkeypatch.setattr(upload, "_reopened", refuse)
     reader, view = WeightReader(file, aligned=why != "small buffers"), room()
     for begin in (0, 4000):
         assert reader.read(view, begin, 4000) == 0

@@ -1,10 +1,16 @@
-"""The contents of data symbols of kernel images when they were recorded: `graphs/modules.bin`."""
+"""The contents of data symbols of kernel images when they were recorded (`graphs/modules.bin`), and their checks."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
+from ..format.archive import Archive
+from ..format.file_names import kernel_images
 from ..format.records import dataclass
 from ..format.schema import MEMORIES
-from .table import Column, Data, Layout, invalid, symbols, unpack
+from ..format.shapes import graph_memories
+from ..format.table import Column, Data, Layout, invalid, symbols, unpack
+from .recordings import outside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,3 +75,33 @@ def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]
         data = bytes(contents[begin:end])
         states.append(ModuleState(image=image, symbol=symbol, contents=data, relocations=tuple(relocations)))
     return tuple(states)
+
+
+def states(bundle: Archive) -> tuple[ModuleState, ...]:
+    """The checked states of a bundle; () if it has none. Raises table-invalid."""
+    manifest, name = bundle.manifest, bundle.manifest.module_state
+    rows = decode_states(bundle.data(name), name) if name else ()
+    check_module_states(rows, name, graph_memories(manifest.memories), kernel_images(manifest))
+    return rows
+
+
+def targets(states: Sequence[ModuleState]) -> set[str]:
+    """The memories that states point to."""
+    return {MEMORIES[row.target.memory] for state in states for row in state.relocations}
+
+
+def check_module_states(states: Sequence[ModuleState], where: str, memories: Mapping[str, int], images: Collection[str]) -> None:
+    """Raises table-invalid unless images are known, symbols are unique, and relocations point into their memories."""
+    sizes = [memories.get(name, -1) for name in MEMORIES]
+    seen = set()
+    for row, state in enumerate(states):
+        path = f"{where}: states[{row}]"
+        if state.image not in images:
+            raise invalid(f"{path}.image", f"{state.image[:16]}... is not among the bundle's images")
+        if (state.image, state.symbol) in seen or not state.symbol.isprintable() or not state.symbol:
+            raise invalid(f"{path}.symbol", f"{state.symbol[:80]!r} is no symbol, or occurs twice")
+        seen.add((state.image, state.symbol))
+        for item in state.relocations:
+            memory, offset = item.target.memory, item.target.offset
+            if offset >= sizes[memory] and (offset or sizes[memory]):
+                raise invalid(f"{path}.relocations", f"the word at {item.at} points at {outside(memory, offset, sizes)}")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from array import array
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from copy import copy
 from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,13 +14,13 @@ from ..format.archive import Archive
 from ..format.file_names import WEIGHTS
 from ..format.limits import STATE_ROWS
 from ..format.records import replace
-from ..format.safetensors import ALIGNMENT, Mapped
-from ..format.schema import MEMORIES, STATE, Manifest, StateDimension, Weight
-from ..format.spans import span
+from ..format.safetensors import ALIGNMENT
+from ..format.safetensors_files import Mapped
+from ..format.schema import STATE, Manifest, StateDimension, Weight
+from ..format.shapes import span
 
 if TYPE_CHECKING:
-    from ..tables.table import Table
-    from .update import Contents
+    from ..call.update import Contents
 
 CACHE_LINE = 64  # bytes: a cache line, and AOTInductor's alignment of constants (AOTI_CONST_ALIGNMENT)
 
@@ -145,29 +142,6 @@ def resized(manifest: Manifest, requested: Mapping[str, int], room: Room) -> Man
 
 def least_rows(dimension: StateDimension, weights: Sequence[Weight]) -> int:
     return weights[dimension.weights[0]].shape[0]
-
-
-class Relocation:
-    """Moves addresses of state from the layout of `built`, the bundle's manifest, to that of `now`."""
-
-    __slots__ = ("_begins", "_shifts")
-
-    def __init__(self, built: Manifest, now: Manifest) -> None:
-        places = sorted(
-            [(built.weights[at].offset, now.weights[at].offset) for dimension in built.state_dimensions for at in dimension.weights]
-        )
-        self._begins, self._shifts = [old for old, _ in places], [new - old for old, new in places]
-
-    def moved(self, table: Table) -> Table:
-        """The recording with moved addresses. Only kernels access variable state."""
-        if not any(self._shifts):
-            return table
-        moved, state, offsets = copy(table), MEMORIES.index(STATE), array("Q", table.relocation_offset.tobytes())
-        for row, memory in enumerate(bytes(table.relocation_memory)):
-            if memory == state and offsets[row] >= self._begins[0]:
-                offsets[row] += self._shifts[bisect_right(self._begins, offsets[row]) - 1]
-        setattr(moved, "relocation_offset", memoryview(offsets))  # noqa: B010  a slot that type checkers do not know
-        return moved
 
 
 def _shared(

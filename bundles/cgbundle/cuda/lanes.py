@@ -14,11 +14,10 @@ from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..cuda.driver import call, cu
-from ..cuda.memory import HUGE, Slot, new_slot, pin, staging
 from ..errors import BundleError
 from ..format.file_names import WEIGHTS
-from .reads import Piece, place
+from .driver import call, cu
+from .memory import HUGE, Piece, Slot, new_slot, pin, place, staging
 
 MOST = 20  # glibc's default number of threads per process
 PATIENCE = 100_000_000  # longest wait in nanoseconds

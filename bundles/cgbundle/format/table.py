@@ -4,16 +4,14 @@ determine all offsets, so equal columns give equal bytes. `Table` checks the str
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import BundleError
-from ..format.limits import TABLE_BYTES, TABLE_ROWS
-from ..format.schema import MEMORIES
+from .limits import TABLE_BYTES, TABLE_ROWS
+from .schema import MEMORIES
 
 Data = bytes | bytearray | memoryview
 
@@ -203,20 +201,7 @@ BRANCHING = Layout(
 )
 """The layout of a recording with conditional nodes."""
 
-_PLACES = (("relocation_memory", "relocation_offset"), ("memset_memory", "memset_offset"), ("memcpy_memory", "memcpy_offset"))
-"""The columns with addresses: memories, and offsets into them in bytes."""
-
 _VERSION = 8  # offset of the version in the header
-
-
-class Move(NamedTuple):
-    """Bytes [begin, end) of `memory` that are at `offset` of memory `to` during a launch. Memories are positions in MEMORIES."""
-
-    memory: int
-    begin: int
-    end: int
-    to: int
-    offset: int
 
 
 class Table:
@@ -272,23 +257,6 @@ class Table:
     def graph(self, position: int) -> int:
         """The graph of a node: 0 for the recording's own, 1 for the first body, and so on."""
         return bisect_right(self.body_begin, position)
-
-    def moved(self, moves: Sequence[Move]) -> Table | None:
-        """The recording with addresses changed by `moves`, which do not overlap; None if no address changes."""
-        table, changed = copy(self), False
-        ordered = sorted(moves)
-        begins = [(move.memory, move.begin) for move in ordered]
-        for memories, offsets in _PLACES:
-            places, starts = array("B", getattr(self, memories).tobytes()), array("Q", getattr(self, offsets).tobytes())
-            for row, place in enumerate(zip(places, starts, strict=True)):
-                at = bisect_right(begins, place) - 1
-                if at < 0 or place[0] != ordered[at].memory or place[1] >= ordered[at].end:
-                    continue
-                move = ordered[at]
-                places[row], starts[row], changed = move.to, move.offset + place[1] - move.begin, True
-            setattr(table, memories, memoryview(places))
-            setattr(table, offsets, memoryview(starts))
-        return table if changed else None
 
     def spans(self) -> list[tuple[int, int]]:
         return list(pairwise([0, *self.body_begin, self.counts["nodes"]]))

@@ -12,13 +12,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..errors import BundleError, CallError
-from ..format import json_text, limits
+from ..format import limits
 from ..format.archive import Archive
 from ..format.file_names import MANIFEST, WEIGHTS
-from ..format.open_files import when_gone
 from ..format.safetensors import read_header
 from ..format.schema import DTYPES, FrozenWeight, Manifest, Weight
-from ..format.spans import dense, is_dense, memory_order
+from ..format.shapes import dense, is_dense, memory_order
+from ..process import when_gone
 from ..tensors.library import Library, array_type, library_of
 from ..tensors.tensor import DLPack, Tensor, empty
 from ..validate.manifest import BAKED, CONSTANT, FOLDED
@@ -188,7 +188,7 @@ def _of_index(path: str) -> NamedContents:
     """The files of an index: {"weight_map": {name of a tensor: name of its file}}."""
     try:
         with open(path, "rb") as file:
-            plain = json_text.parse(file.read(limits.JSON_BYTES + 1))
+            plain = limits.parse(file.read(limits.JSON_BYTES + 1))
     except OSError as error:
         raise invalid(f"{path}: {error.strerror}", PATHS) from None
     except ValueError as error:

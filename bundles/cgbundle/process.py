@@ -1,8 +1,9 @@
-"""Opens the files of a bundle: follows only links of the Hugging Face Hub's cache, waits for no pipe, and reads no more than the
-manifest says. Also runs cleanup when an object is collected."""
+"""What the runtime uses of its process: the open files of a bundle, cleanup when an object is collected, forks, and threads that
+work during a load or calls. A load imports this before it starts a GPU's context, so it imports little itself."""
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import stat
@@ -11,12 +12,14 @@ from operator import countOf
 from types import MethodType
 from weakref import ref
 
-from ..errors import BundleError
+from .errors import BundleError, CallError, CgbundleError
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any
+
+# --- files: no links but those of the Hugging Face Hub's cache, no pipes, and no more bytes than the manifest says ---------
 
 CHUNK = 4 << 20  # bytes read at a time
 FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -155,3 +158,130 @@ def _forget_parents() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parents)
+
+
+# --- forks ----------------------------------------------------------------------------------------------------------------
+#
+# A child has no OpenMP threads, which run CPU code, and no GPU context: calls would hang or fail.
+
+
+class Forks:
+    """State of this process. `number` counts the forks that led to it. `threads` and `gpu`: it has run CPU code, or has a GPU
+    context. `lost_threads` and `lost_gpu`: a parent had."""
+
+    __slots__ = ("gpu", "lost_gpu", "lost_threads", "number", "threads")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.threads = self.gpu = self.lost_threads = self.lost_gpu = False
+
+    def count(self) -> None:
+        self.number += 1
+        self.lost_threads, self.lost_gpu = self.lost_threads or self.threads, self.lost_gpu or self.gpu
+        self.threads = self.gpu = False
+
+    def check_threads(self) -> None:
+        """Raises process-forked if CPU code would wait for threads of an ancestor."""
+        if self.lost_threads:
+            raise CallError(
+                "process-forked", "this process was forked after its parent had run CPU code, whose threads do not exist here"
+            )
+
+    def check_gpu(self) -> None:
+        if self.lost_gpu:
+            raise CallError("process-forked", "this process was forked after its parent had used the GPU: CUDA does not work here")
+
+
+FORKS = Forks()
+os.register_at_fork(after_in_child=FORKS.count)
+
+
+def forked(name: str) -> CallError:
+    """The error for a program that was loaded before a fork."""
+    return CallError("process-forked", f"program {name!r} was loaded before this process was forked, and works in the parent only")
+
+
+# --- threads --------------------------------------------------------------------------------------------------------------
+#
+# Creating a GPU's context takes 0.2 s, as long as the rest of a load.  Graphs of further int_keys are built while a program already
+# answers.
+
+
+class ContextFuture:
+    """The context that `make` returns, started at once; without `make` None. Uses `_thread`, because importing `threading` takes
+    half as long as everything before it. `make` must not import: the first thread that imports `threading` becomes its main
+    thread."""
+
+    def __init__(self, make: Callable[[], Any] | None) -> None:
+        self._context: Any = None
+        self._error: CgbundleError | None = None
+        self._running = _thread.allocate_lock()
+        if make is not None:
+            self._running.acquire()
+            _thread.start_new_thread(self._run, (make,))
+
+    def take(self) -> Any:
+        """The context, now the caller's; None without one. Raises what `make` raised."""
+        self._join()
+        if self._error is not None:
+            raise self._error
+        context, self._context = self._context, None
+        return context
+
+    def drop(self) -> None:
+        """Releases the context unless it was taken."""
+        self._join()
+        if self._context is not None:
+            self._context.release()
+            self._context = None
+
+    def _join(self) -> None:
+        with self._running:  # the other thread holds it until it is done
+            return
+
+    def _run(self, make: Callable[[], Any]) -> None:
+        try:
+            self._context = make()
+        except CgbundleError as error:
+            self._error = error
+        finally:
+            self._running.release()
+
+
+FIRST = 0.03
+"""Seconds before the first step: the first call of a new process should not wait for a graph that is being built (17 ms for an 8B
+model; tests/gpu/REPORT.md)."""
+
+PAUSE = 1e-3  # seconds between steps, so that callers get the interpreter's lock
+
+QUIET = 0.05
+"""Seconds without a replay before a graph of an engine is built.  The engine's thread would wait for the interpreter's lock: with
+one lane, vLLM made 5 to 17 % fewer tokens/s until all graphs were built (tests/gpu/REPORT.md)."""
+
+
+class Background:
+    """Runs the steps of an iterator in another thread. A step yields the seconds until the next. An error ends them: a call that
+    needs the result will raise it again. `stop` and the end of the process wait for the thread."""
+
+    def __init__(self, steps: Iterator[float]) -> None:
+        import threading  # few programs have so many graphs
+
+        self._steps, self._stopped = steps, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cgbundle-background")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when no step is running; may be called twice, and by a step."""
+        self._stopped.set()
+        if self._thread.ident != _thread.get_ident():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            if self._stopped.wait(FIRST):
+                return
+            for pause in self._steps:
+                if self._stopped.wait(pause):
+                    return
+        except CgbundleError:
+            return
