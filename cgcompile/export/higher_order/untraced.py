@@ -1,7 +1,8 @@
 """Exports models that torch.export alone cannot trace: derivatives by autograd, products under nested vmap, and module hashes.
 
 torch.export traces above autograd, so it does not trace the operators that torch.autograd.grad() runs.  It fails at their results
-(forces of an energy, residuals of an equation, densities).  An export below autograd traces each operator of the derivative.
+(forces of an energy, residuals of an equation, densities).  It also fails inside torch.func.grad(), vjp(), jacrev() and others.  An
+export below autograd traces each operator of the derivative.
 A product under two nested torch.vmap() leaves a value of the inner vmap in the program's constants.  Only operators without users
 read it.  While torch.export traces, each read of an attribute looks a module up by its hash.  A `__hash__` that reads attributes
 would recurse without end.
@@ -12,6 +13,7 @@ torch 2.13; those of 2.11 have the same parameters.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +27,9 @@ from torch.utils._pytree import tree_map_only
 UNTRACED = "We found a fake tensor in the exported program constant's list"
 """torch.export's error (2.11, 2.13) for a value that it has not traced."""
 
+DERIVATIVES = "/torch/_functorch/eager_transforms.py"
+"""The file of torch.func.grad() and the other derivatives of torch.func (2.11, 2.13)."""
+
 BACKWARD = "Cannot backprop through mirrored meta"
 """torch's error (2.11, 2.13) if backward() reaches a fake tensor."""
 
@@ -34,14 +39,20 @@ def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: An
     try:
         with _hashes_computed_before(module):
             return _without_leaks(torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False))
-    except RuntimeError as error:
-        if UNTRACED not in str(error):
+    except Exception as error:
+        untraced = isinstance(error, RuntimeError) and UNTRACED in str(error)
+        if not (untraced or _in_derivative(error)):
             raise
     # inputs are detached because they may belong to the autograd graph of an earlier call
     # outputs are detached because torch would also trace the derivative of outputs with a history
     fresh = tuple([tensor.detach() for tensor in tensors])
     with _outputs_without_history(module), _hashes_computed_before(module):
         return _export(module, fresh, dynamic_shapes=dynamic, strict=False, pre_dispatch=False)
+
+
+def _in_derivative(error: BaseException) -> bool:
+    """Whether `error` was raised inside a derivative of torch.func."""
+    return any(frame.f_code.co_filename.endswith(DERIVATIVES) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _without_leaks(program: ExportedProgram) -> ExportedProgram:
