@@ -150,7 +150,7 @@ def _exported(
     return Exported(
         source=source, sizes=sizes, programs=draft.programs, flat=flat, shapes=tuple(shapes),
         eager_shapes=(*effects.shapes, *draft.eager_shapes),
-        obstacles=(*changed, *uncounted, *outside, *draft.obstacles, *baked_weights(draft.programs, baked)),
+        obstacles=(*changed, *uncounted, *outside, *effects.notes, *draft.obstacles, *baked_weights(draft.programs, baked)),
         baked={name: where or source.label for name, (where, _) in baked.items()},
         written=writes,
     )  # fmt: skip
