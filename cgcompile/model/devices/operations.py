@@ -130,6 +130,23 @@ def chunk(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, An
     return operate(places, torch.split_with_sizes, [tensor, [part] * chunks, dim], {})
 
 
+def deepcopied(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Copies a tensor for copy.deepcopy, which reads the memory of the original.  A traced tensor has none, so it is cloned.
+
+    Raises RuntimeError if `memo` has another tensor in the same memory: the copies of both would share memory."""
+    tensor, memo = args
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    storage = ("storage", tensor.untyped_storage()._cdata)
+    if not is_traced(tensor):
+        return func(*args, **kwargs)
+    if storage in memo:
+        raise RuntimeError("copy.deepcopy() copies two traced tensors that share memory: copy them with clone()")
+    memo[storage] = tensor
+    memo[id(tensor)] = copied = operate(places, torch.Tensor.clone, [tensor], {})
+    return copied
+
+
 def data(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Runs `tensor.data`, which torch (2.11, 2.13) does not trace, as `detach`.  Both return a view: writes to it change the
     tensor."""
