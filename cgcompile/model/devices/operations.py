@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils import _pytree as pytree
@@ -138,7 +139,7 @@ def deepcopied(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[st
     if id(tensor) in memo:
         return memo[id(tensor)]
     storage = ("storage", tensor.untyped_storage()._cdata)
-    if not is_traced(tensor):
+    if not is_traced(tensor) and not isinstance(tensor, FunctionalTensor):
         return func(*args, **kwargs)
     if storage in memo:
         raise RuntimeError("copy.deepcopy() copies two traced tensors that share memory: copy them with clone()")
