@@ -202,6 +202,19 @@ def cached(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x + TABLES[x.shape[1]]
 
 
+class Clamped(nn.Module):
+    """Writes to a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(-1, 1)
+        return x * self.scale
+
+
 class Numbered(nn.Module):
     number = 0
 
@@ -256,6 +269,7 @@ CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
     ("note custom-operator", "plain", lambda m, x: plain(x)),
     ("note aliased-output", "view", lambda m, x: x.view(-1, 2, 2)),
     ("note aliased-output", "b_model_table", lambda m, x: (x + 1, m.table)),
+    ("refuse mutated-attribute", "clamp_", Clamped()),
     ("note outside-effect", "", printing),
     ("note outside-effect", "", listing),
     ("note outside-effect", "", Numbered()),
