@@ -90,6 +90,23 @@ def earlier_calls(context: RuleContext) -> Iterable[Finding]:
         )  # fmt: skip
 
 
+def outside_effect(context: RuleContext) -> Iterable[Finding]:
+    """A model that prints in forward(), appends to a global list, counts in a global variable or in an attribute of its class.
+
+    What it looks for: calls of `print` in the model's own code, and global variables (of the files with the model's methods) and
+    class attributes that a repeated call changes: numbers, lists, dicts, sets.
+    Why it matters: a replay runs no Python.
+    Effect: information.  Calls of a bundle return the same results, but do not print and do not change the variable.
+    Fix: none needed; if another part of the program needs it, do it where the program calls the bundle.
+    Source: model/nondeterminism/outside_effects.py.
+    """
+    for obstacle in context.obstacles("outside-effect"):
+        yield finding(
+            "outside-effect", NOTE, obstacle.message, obstacle, "calls of a bundle run no Python, so they do not do this",
+            "none needed for the results; else do it where the program calls the bundle",
+        )  # fmt: skip
+
+
 def widened_bound(prepared: Prepared) -> Iterable[Finding]:
     """An output that may differ from eager PyTorch by more than its dtype's bound, because eager PyTorch itself is less exact.
 

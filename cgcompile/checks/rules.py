@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     writes.overlapping_input,
     writes.aliased_output,
     sizes.non_tensor_input,
+    repeatability.outside_effect,
     randomness.training_mode,
 )
 """Rules that refuse come first, because a build reports the first finding."""

@@ -57,9 +57,10 @@ def _grouped(writes: list[tuple[str, Node | None]]) -> list[tuple[str, Node | No
 
 def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
     """An attribute that forward() changes at every call and that is not a buffer: a list that grows, an object kept for the next
-    call.
+    call, a parameter.
 
-    What it looks for: attributes of modules that also change in a second call with the same inputs (model/tracing/attributes.py).
+    What it looks for: attributes of modules that also change in a second call with the same inputs (model/tracing/attributes.py),
+    and parameters that get new values in the functional form of the program.
     Why CUDA cares: a replay runs kernels and no Python, so the attribute would keep its value from the export.
     Effect: no bundle can be built, because all its results would be those of the first call.  It is only a note if every call
     assigns the attribute before it reads it.  It is also only a note if no result depends on the attribute, and the attribute is a
@@ -69,6 +70,13 @@ def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
     call.
     Source: torch.export traces Python once ("attributes assigned during export").
     """
+    placeholders = {target: name for name, target in context.program.graph_signature.inputs_to_parameters.items()}
+    for target in sorted(set(context.functionalized.parameters_to_mutate.values())):
+        name = target.removeprefix(PREFIX)
+        yield finding(
+            "mutated-attribute", REFUSE, f"{context.exported.source.entry}() writes to the parameter {name!r}",
+            _writer(context, placeholders.get(target, "")), "no call changes the weights of a bundle, only buffers", ATTRIBUTE_FIX,
+        )  # fmt: skip
     for obstacle in context.obstacles("mutated-attribute"):
         yield finding(
             "mutated-attribute", REFUSE, obstacle.message, obstacle,

@@ -25,11 +25,11 @@ from ..model.source import Source, all_keys, sample, written_method
 from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.tracing.held_tensors import make_attribute
 from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
-from ..model.user_code import defined
+from ..model.user_code import defined, place
 from ..util.progress import Tell
 from .exported import EagerShapes, Exported
 from .first_calls import changed_weights, first_calls, sample_at
-from .functionalization import size_from_a_float
+from .functionalization import size_from_a_float, varying_groups
 from .paths import MAX_PATHS
 from .paths.explore import PathsRefused
 from .paths.program import WayStopped, with_paths
@@ -151,7 +151,7 @@ def _exported(
     return Exported(
         source=source, sizes=sizes, programs=draft.programs, flat=flat, shapes=tuple(shapes),
         eager_shapes=(*effects.shapes, *draft.eager_shapes),
-        obstacles=(*changed, *uncounted, *outside, *draft.obstacles, *baked_weights(draft.programs, baked)),
+        obstacles=(*changed, *uncounted, *outside, *effects.notes, *draft.obstacles, *baked_weights(draft.programs, baked)),
         baked={name: where or source.label for name, (where, _) in baked.items()},
         written=writes,
     )  # fmt: skip
@@ -277,6 +277,9 @@ def _draft(job: _Job, calls: Sequence[SideEffects]) -> _Draft:
         program, obstacles = past_branches(flat, calls, first, job.dynamic)
         if sizes and (where := size_from_a_float(program)):
             raise ModelError("data-dependent-shape", f"{where}: the size of a tensor depends on data")
+        if sizes and (grouped := varying_groups(program)):
+            where = place(grouped)[0] or source.label
+            raise ModelError("size-excluded", f"{where}: the number of groups of a convolution varies with {' or '.join(sizes)}")
         if sizes and not _same(flat.asserted, *calls[:2]):
             raise branch(*next((obstacle.where, obstacle.source) for obstacle in obstacles if obstacle.rule == "asserted-value"))
         check_dynamic(source, flat, program, job.shapes, sizes, branched=_branched(obstacles))

@@ -14,7 +14,9 @@ import torch
 from ..errors import ModelError
 from ..model.flat_module import FlatModule, held_weights, unwatched
 from ..model.nondeterminism.generators import Generator, generators, states
-from ..model.nondeterminism.repeated_calls import Observed, Results, called_again, observed, outside_values, results
+from ..model.nondeterminism.repeated_calls import (
+    Observed, Results, called_again, observed, outside_effects, outside_values, results,
+)  # fmt: skip
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import OTHER_SEED, Source, sample
 from ..model.tracing.attributes import assignment_place, changed, holder_of, marks, own_attributes, same_nesting
@@ -38,8 +40,8 @@ class FirstCalls:
     `calls`: the calls at the smallest and the largest sizes.  `shapes`: the shapes of their outputs.  `changes`: by name,
     attributes that every call changes.  `counters`: by name, changed numbers and tensors that became buffers.  `holding`: name of
     another changed attribute -> buffers added for its tensors, to test whether a result depends on them.  `outside`: obstacles from
-    outside the model (random numbers, time).  `written`: names of parameters and buffers that a call wrote to.  `first` and
-    `second`: results of two more calls at the smallest sizes.
+    outside the model (random numbers, time).  `notes`: what a call does outside of the model.  `written`: names of parameters and
+    buffers that a call wrote to.  `first` and `second`: results of two more calls at the smallest sizes.
     """
 
     calls: tuple[SideEffects, ...]
@@ -48,6 +50,7 @@ class FirstCalls:
     counters: Mapping[str, Counter]
     holding: Mapping[str, tuple[str, ...]]
     outside: tuple[Obstacle, ...]
+    notes: tuple[Obstacle, ...]
     written: frozenset[str]
     first: Results
     second: Observed
@@ -75,7 +78,8 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
         outside += outside_values(flat, largest, (), replace(observed(flat, largest, drawn_from, after), reads=()))
     return FirstCalls(
         calls=tuple(calls), shapes=tuple(shapes), changes=changes, counters=counters, holding=holding, outside=outside,
-        written=_changed_weights(source.model, versions), first=first, second=second,
+        notes=outside_effects(flat, sample_at(source, sizes, 0), second), written=_changed_weights(source.model, versions),
+        first=first, second=second,
     )  # fmt: skip
 
 

@@ -248,6 +248,17 @@ def size_from_a_float(program: ExportedProgram) -> str:
     return ""
 
 
+def varying_groups(program: ExportedProgram) -> torch.fx.Node | None:
+    """Returns a convolution whose number of groups is a size that varies, or None.  Inductor has code only for a constant."""
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if "weight" in names and isinstance(values.get("groups"), torch.fx.Node):
+            return node
+    return None
+
+
 def size_in(program: ExportedProgram, error: Exception) -> str:
     """Returns a message if the operation that torch (2.11, 2.13) names in `error` has a size that depends on data, or ""."""
     name = re.search(r"While executing %(\w+) ", str(error))

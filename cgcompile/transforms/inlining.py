@@ -3,7 +3,8 @@
 That code runs without Python, but custom operators need Python.  So operators that PyTorch can trace are traced; others are
 refused.  SPELLED has implementations of PyTorch's operators without a C interface in AOTInductor.
 
-Private interface (torch 2.11, 2.13): `torch._library.custom_ops`, for the Python functions behind `torch.library.custom_op`.
+Private interfaces (torch 2.11, 2.13): `torch._library.custom_ops`, for the Python functions behind `torch.library.custom_op`;
+`torch.library._impls`, the names of operators and devices for which `torch.library.impl` registered a Python function.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.export import ExportedProgram
 from ..errors import BuildError, ModelError
 from ..export.programs import Programs
 from ..model.source import Source
-from ..model.user_code import first_line
+from ..model.user_code import first_line, is_user_file
 
 OWN = frozenset({"aten", "prims", "prim", "quantized", "cgcompile"})
 """Namespaces of operators that PyTorch or cgcompile registers."""
@@ -108,6 +109,17 @@ def custom_operators(program: ExportedProgram) -> set[Any]:
     return {op for op in calls if op._schema.name not in LOWERED}
 
 
+PROCESSOR = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+def _has_python_code(op: Any) -> bool:
+    """Whether `torch.library.impl` registered a Python function that runs for the CPU."""
+    names = getattr(torch.library, "_impls", ())
+    name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    keys = [key for key in ("CPU", "CompositeExplicitAutograd") if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)]
+    return bool(keys) and f"{op.namespace}/{name.partition('::')[2]}/{keys[0]}" in names
+
+
 def code_of(source: Source, programs: Programs) -> str:
     """Returns the files and modules that another process must import before it loads the programs, one a line: the model's, and
     those that register a custom operator, because the model may import them late.  Returns "" if the programs call no custom
@@ -125,19 +137,23 @@ def code_of(source: Source, programs: Programs) -> str:
 
 
 def _registering_modules(op: Any) -> list[str]:
-    """Returns the importable modules that may have registered an operator with `torch.library.custom_op`: those in the packages of
-    its functions whose source contains the operator's namespace."""
+    """Returns the importable modules that may have registered an operator: those in the packages of its functions whose source
+    contains the operator's namespace.  `torch.library.impl` keeps no function; then those whose source contains its name."""
     impl = getattr(custom_ops, "OPDEFS", {}).get(f"{op.namespace}::{op._opname}")
     functions = [getattr(impl, "_init_fn", None), getattr(impl, "_abstract_fn", None), *getattr(impl, "_backend_fns", {}).values()]
+    files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items() if name != "__main__"}
+    if impl is None:
+        candidates = [(name, Path(file)) for name, file in files.items() if file.endswith(".py") and is_user_file(file)]
+        texts = [(name, file.read_bytes()) for name, file in candidates if file.is_file()]
+        return [name for name, text in texts if b"torch.library" in text and op._opname.encode() in text]
     packages = {getattr(function, "__module__", "").partition(".")[0] for function in functions} - {"", "torch", "builtins"}
     packages = {package for package in packages if PathFinder.find_spec(package) is not None}
-    modules = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
-    sources = [(name, Path(file)) for name, file in modules.items() if name.partition(".")[0] in packages and file.endswith(".py")]
+    sources = [(name, Path(file)) for name, file in files.items() if name.partition(".")[0] in packages and file.endswith(".py")]
     return [name for name, file in sources if file.is_file() and op.namespace.encode() in file.read_bytes()]
 
 
 def _function(op: Any) -> Callable[..., Any]:
-    """Returns the function that the operator's author registered for the CPU, or for every device."""
+    """Returns the function that the operator's author registered for the CPU, or for every device, in Python."""
     if not hasattr(custom_ops, "OPDEFS"):
         raise BuildError(
             "torch-unsupported",
@@ -147,6 +163,8 @@ def _function(op: Any) -> Callable[..., Any]:
     impl = custom_ops.OPDEFS.get(f"{op.namespace}::{op._opname}")
     backend_fns = getattr(impl, "_backend_fns", {})
     function: Callable[..., Any] | None = backend_fns.get("cpu") or backend_fns.get(None)
+    if function is None and _has_python_code(op):
+        return lambda *args, **kwargs: op.redispatch(PROCESSOR, *args, **kwargs)
     if function is None:
         raise ModelError(
             "operator-without-code",

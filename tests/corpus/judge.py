@@ -161,10 +161,11 @@ def _call(
 
 
 def _copied(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns a copy, so that no call changes the next one. Returns the module itself if torch cannot copy it (`weight_norm`)."""
+    """Returns a copy, so that no call changes the next one. Returns the module itself if torch cannot copy it (`weight_norm`), or
+    Python cannot (torchphysics' spaces)."""
     try:
         return copy.deepcopy(module)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return module
 
 

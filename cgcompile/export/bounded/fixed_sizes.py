@@ -194,6 +194,7 @@ def _copied(
     last: Mapping[str, Node],
 ) -> list[Node]:
     """Copies the operations of a traced graph, each in front of its node of `region`.  Returns the copies of the outputs."""
+    earliest = _earliest_axes(root.graph, region)
     copies: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     outputs = module.graph.output_node().args[0]
     place = region[0]
@@ -211,10 +212,33 @@ def _copied(
             continue
         place = last.get(node.name, place)
         with root.graph.inserting_before(place):
-            copies[node] = root.graph.node_copy(node, copies.__getitem__)
+            axis = earliest.get(_size_of_input(node))
+            if axis is None:
+                copies[node] = root.graph.node_copy(node, copies.__getitem__)
+            else:  # the trace may read the size of an input that comes after `place`
+                copies[node] = root.graph.call_function(aten.sym_size.int, axis)
         metadata = {name: place.meta[name] for name in KEPT if name in place.meta}
         copies[node].meta = {"val": node.meta.get("val"), **metadata}
     return [copies[output] for output in outputs]
+
+
+def _earliest_axes(graph: Graph, region: Sequence[Node]) -> dict[Any, tuple[Node, int]]:
+    """Returns the first axis with this size for each size that varies, without the tensors of `region`, which are removed."""
+    removed = set(region)
+    axes: dict[Any, tuple[Node, int]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val") if node not in removed else None
+        for axis, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt):
+                axes.setdefault(size.node.expr, (node, axis))
+    return axes
+
+
+def _size_of_input(node: Node) -> Any:
+    """Returns the expression of a size that the node reads from an input of the traced graph, or None."""
+    value = node.meta.get("val")
+    reads = node.target is aten.sym_size.int and isinstance(node.args[0], Node) and node.args[0].op == "placeholder"
+    return value.node.expr if reads and isinstance(value, torch.SymInt) else None
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 constant tensors in branches and loops.
 
 torch.export traces above autograd, so it does not trace the operators that torch.autograd.grad() runs.  It fails at their results
-(forces of an energy, residuals of an equation, densities).  An export below autograd traces each operator of the derivative.
+(forces of an energy, residuals of an equation, densities).  It also fails inside torch.func.grad(), vjp(), jacrev() and others.  An
+export below autograd traces each operator of the derivative.
 A product under two nested torch.vmap() leaves a value of the inner vmap in the program's constants.  Only operators without users
 read it.  While torch.export traces, each read of an attribute looks a module up by its hash.  A `__hash__` that reads attributes
 would recurse without end.
@@ -17,6 +18,7 @@ Private interfaces of torch: `torch.export._trace._export(pre_dispatch=False)` a
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +38,9 @@ from .inline import add_attribute, fake_mode
 UNTRACED = "We found a fake tensor in the exported program constant's list"
 """torch.export's error (2.11, 2.13) for a value that it has not traced."""
 
+DERIVATIVES = "/torch/_functorch/eager_transforms.py"
+"""The file of torch.func.grad() and the other derivatives of torch.func (2.11, 2.13)."""
+
 BACKWARD = "Cannot backprop through mirrored meta"
 """torch's error (2.11, 2.13) if backward() reaches a fake tensor."""
 
@@ -45,14 +50,20 @@ def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: An
     try:
         with _hashes_computed_before(module):
             return _lifted(_without_leaks(torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)))
-    except RuntimeError as error:
-        if UNTRACED not in str(error):
+    except Exception as error:
+        untraced = isinstance(error, RuntimeError) and UNTRACED in str(error)
+        if not (untraced or _in_derivative(error)):
             raise
     # inputs are detached because they may belong to the autograd graph of an earlier call
     # outputs are detached because torch would also trace the derivative of outputs with a history
     fresh = tuple([tensor.detach() for tensor in tensors])
     with _outputs_without_history(module), _hashes_computed_before(module):
         return _lifted(_export(module, fresh, dynamic_shapes=dynamic, strict=False, pre_dispatch=False))
+
+
+def _in_derivative(error: BaseException) -> bool:
+    """Whether `error` was raised inside a derivative of torch.func."""
+    return any(frame.f_code.co_filename.endswith(DERIVATIVES) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _without_leaks(program: ExportedProgram) -> ExportedProgram:

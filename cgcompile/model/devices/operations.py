@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils import _pytree as pytree
@@ -128,6 +129,23 @@ def chunk(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, An
     if not statically_known_true(part * chunks == size):
         return operate(places, func, args, kwargs)
     return operate(places, torch.split_with_sizes, [tensor, [part] * chunks, dim], {})
+
+
+def deepcopied(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Copies a tensor for copy.deepcopy, which reads the memory of the original.  A traced tensor has none, so it is cloned.
+
+    Raises RuntimeError if `memo` has another tensor in the same memory: the copies of both would share memory."""
+    tensor, memo = args
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    storage = ("storage", tensor.untyped_storage()._cdata)
+    if not is_traced(tensor) and not isinstance(tensor, FunctionalTensor):
+        return func(*args, **kwargs)
+    if storage in memo:
+        raise RuntimeError("copy.deepcopy() copies two traced tensors that share memory: copy them with clone()")
+    memo[storage] = tensor
+    memo[id(tensor)] = copied = operate(places, torch.Tensor.clone, [tensor], {})
+    return copied
 
 
 def data(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -35,7 +35,7 @@ from . import moves
 from .data_reads import BRANCHES, NUMBERS, SIZES, DataReads
 from .known_values import KnownValues, is_known
 from .masks import MASKED, with_masks
-from .operations import chunk, data, histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
+from .operations import chunk, data, deepcopied, histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
 from .packed_sequences import PackedSequences, layers_of_packed_sequences
 from .path_reads import ForcedReads, TracedReads, min_and_max_as_traced, numbers_asked
 from .tensor_places import CPU, CUDA, TensorPlaces
@@ -61,6 +61,7 @@ _SPECIAL: Mapping[Any, _Handler] = {
     torch._VF.rnn_tanh: recurrent,
     torch._VF.rnn_relu: recurrent,
     torch.Tensor.data.__get__: data,
+    torch.Tensor.__deepcopy__: deepcopied,
     torch.chunk: chunk,
     torch.Tensor.chunk: chunk,
     torch.histc: histogram,

@@ -1,4 +1,5 @@
-"""Finds reads of the clock and of the system's random bytes.  They change no state, so they must be observed during the call."""
+"""Finds reads of the clock and of the system's random bytes, and prints.  They change no state, so they must be observed during the
+call."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ CLOCKS: dict[Any, str] = {
 
 SYSTEM: dict[Any, str] = {os.urandom: "os.urandom", **({os.getrandom: "os.getrandom"} if hasattr(os, "getrandom") else {})}
 
+PRINT: Any = print
+
 STEPS = (0.37, 12345.61, 43200.5, 4 * 86400 + 21600.25, 1e8 + 0.37)
 """Offsets for clocks, in seconds.  At least one changes a value computed from a fraction of a second, an hour, a weekday or a
 year."""
@@ -35,7 +38,7 @@ year."""
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Read:
-    """A read of a clock or of the system's random bytes: the function, and the user's line that calls it."""
+    """A read of a clock or of the system's random bytes, or a print: the function, and the user's line that calls it."""
 
     name: str
     where: str
@@ -55,14 +58,14 @@ def outside_reads(model: torch.nn.Module) -> Iterator[list[Read]]:
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
 
     def profile(frame: FrameType, event: str, function: Any) -> None:
-        if event != "c_call" or (function not in CLOCKS and function not in SYSTEM):
+        if event != "c_call" or (function not in CLOCKS and function not in SYSTEM and function is not PRINT):
             return
-        caller = frame if function in CLOCKS else _past_library(frame)
+        caller = _past_library(frame) if function in SYSTEM else frame
         file = caller.f_code.co_filename
         installed = INSTALLED.match(file) and caller.f_globals.get("__name__", "").partition(".")[0] not in packages
         if is_user_file(file) and not installed:
             where, source = line_of(file, caller.f_lineno)
-            name = CLOCKS.get(function) or SYSTEM[function]
+            name = CLOCKS.get(function) or SYSTEM.get(function) or "print"
             if not any((read.where, read.name) == (where, name) for read in reads):
                 reads.append(Read(name=name, where=where, source=source, function=function, globals=caller.f_globals))
 

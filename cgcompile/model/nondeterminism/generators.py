@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -38,6 +38,14 @@ class Generator:
     ends: Callable[[Any], tuple[Any, ...]]
 
 
+class Readable(Protocol):
+    """What has a state."""
+
+    @property
+    def read(self) -> Callable[[], Any]:
+        """Returns the function that reads the state."""
+
+
 def generators(model: torch.nn.Module, entry: str) -> tuple[Generator, ...]:
     """Returns the global generators, and those in modules and in scopes of the user's methods.  Omits NumPy's if it is not
     imported."""
@@ -52,7 +60,7 @@ def generators(model: torch.nn.Module, entry: str) -> tuple[Generator, ...]:
     return (*global_generators, *[generator for value in visible.values() for generator in _generators_of(value, numpy)])
 
 
-def states(rngs: Sequence[Generator]) -> tuple[Any, ...]:
+def states(rngs: Sequence[Readable]) -> tuple[Any, ...]:
     """Returns the states of all generators in a form that can be compared."""
     return tuple([_frozen(rng.read()) for rng in rngs])
 
@@ -68,8 +76,8 @@ def put_back(rngs: Sequence[Generator]) -> Iterator[None]:
             rng.write(state)
 
 
-def first_draw(rngs: Sequence[Generator], call: Callable[[], object]) -> tuple[str, str]:
-    """Returns the user's (file:line, source line) that first draws from one of the generators in `call`, or ("", "")."""
+def first_draw(rngs: Sequence[Readable], call: Callable[[], object]) -> tuple[str, str]:
+    """Returns the user's (file:line, source line) that first changes the state of one of `rngs` in `call`, or ("", "")."""
     search = _Search(rngs)
     before = sys.gettrace()
     sys.settrace(search.step)
@@ -83,7 +91,7 @@ def first_draw(rngs: Sequence[Generator], call: Callable[[], object]) -> tuple[s
 class _Search:
     """A trace function that compares the states of the generators at every line of the user's code."""
 
-    def __init__(self, rngs: Sequence[Generator]) -> None:
+    def __init__(self, rngs: Sequence[Readable]) -> None:
         self._rngs = rngs
         self._states = states(rngs)
         self._at: tuple[str, int] | None = None
@@ -107,20 +115,25 @@ class _Search:
 # --- search -------------------------------------------------------------------------------------------------------
 
 
-def _visible(model: torch.nn.Module, entry: str) -> Iterator[Any]:
-    methods = {inspect.unwrap(written_method(model, entry))}
-    for module in model.modules():
-        forward = getattr(type(module), "forward", None)
+def user_methods(model: torch.nn.Module, entry: str) -> list[Any]:
+    """Returns the method `entry` of the model, and forward() of every module, if they are functions in the user's files."""
+    methods = [inspect.unwrap(written_method(model, entry))]
+    for kind in dict.fromkeys([type(module) for module in model.modules()]):
+        forward = getattr(kind, "forward", None)
         if inspect.isfunction(forward):  # a scripted module's class has none
-            methods.add(inspect.unwrap(forward))
+            methods.append(inspect.unwrap(forward))
+    codes = [(method, getattr(method, "__code__", None)) for method in dict.fromkeys(methods)]
+    return [method for method, code in codes if code is not None and is_user_file(code.co_filename)]
+
+
+def _visible(model: torch.nn.Module, entry: str) -> Iterator[Any]:
+    for module in model.modules():
         for name, value in list(vars(module).items()):
             if name not in ("_parameters", "_buffers", "_modules"):
                 yield from _within(value, DEEP)
-    for method in methods:
-        code = getattr(method, "__code__", None)
-        if code is not None and is_user_file(code.co_filename):
-            yield from method.__globals__.values()
-            yield from inspect.getclosurevars(method).nonlocals.values()
+    for method in user_methods(model, entry):
+        yield from method.__globals__.values()
+        yield from inspect.getclosurevars(method).nonlocals.values()
 
 
 def _within(value: Any, depth: int) -> Iterator[Any]:

@@ -15,8 +15,9 @@ from ..flat_module import EagerResult, FlatModule, run_eager
 from ..side_effects import Obstacle
 from ..source import SEED
 from ..user_code import first_line, user_line
-from .clock_reads import STEPS, SYSTEM, Read, outside_reads, put_forward
+from .clock_reads import CLOCKS, STEPS, SYSTEM, Read, outside_reads, put_forward
 from .generators import Generator, first_draw, put_back, states
+from .outside_effects import Variable, changed, effects, variables
 
 Results = tuple[torch.Tensor, ...]
 """Outputs, and the buffers after the call."""
@@ -60,26 +61,34 @@ def apart(one: Results, other: Results) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """The results of a call, the generators that it changed, and its reads of clocks and random bytes."""
+    """The results of a call, the generators and variables outside of the model that it changed, its prints, and its reads of clocks
+    and random bytes."""
 
     results: Results
     moved: tuple[Generator, ...]
+    variables: tuple[Variable, ...]
     reads: tuple[Read, ...]
 
 
 def observed(flat: FlatModule, tensors: Sequence[torch.Tensor], rngs: Sequence[Generator], earlier: Sequence[Any] = ()) -> Observed:
     """Runs a call, and observes generators and reads.  A generator that the call itself seeds has the same state as after an
     earlier call (in `earlier`).  It does not count as changed."""
-    before = states(rngs)
+    outside = variables(flat.model, flat.entry)
+    before, values = states(rngs), states(outside)
     with outside_reads(flat.model) as reads:
         outputs = results(flat, tensors)
-    after = states(rngs)
+    after, changed_variables = states(rngs), changed(values, states(outside), outside)
     earlier_states = earlier or before
     moved = [
         rng for rng, old, earlier_state, new in zip(rngs, before, earlier_states, after, strict=True)
         if new not in (old, earlier_state)
     ]  # fmt: skip
-    return Observed(results=outputs, moved=tuple(moved), reads=tuple(reads))
+    return Observed(results=outputs, moved=tuple(moved), variables=changed_variables, reads=tuple(reads))
+
+
+def outside_effects(flat: FlatModule, tensors: Sequence[torch.Tensor], call: Observed) -> tuple[Obstacle, ...]:
+    """Returns what a call did outside of the model and its results."""
+    return effects(flat.entry, call.variables, call.reads, lambda: results(flat, tensors))
 
 
 def outside_values(flat: FlatModule, tensors: Sequence[torch.Tensor], first: Results, call: Observed) -> tuple[Obstacle, ...]:
@@ -91,7 +100,7 @@ def outside_values(flat: FlatModule, tensors: Sequence[torch.Tensor], first: Res
         rule = "python-random" if _depends_on_random(flat, tensors, call) else "unused-random"
         names = " and ".join([rng.name for rng in call.moved])
         obstacles.append(Obstacle(rule=rule, message=f"{flat.entry}() draws random numbers from {names}", where=where, source=line))
-    clocks = [read for read in call.reads if read.function not in SYSTEM]
+    clocks = [read for read in call.reads if read.function in CLOCKS]
     if clocks:
         rule = "clock-read" if _depends_on_time(flat, tensors, first, call, clocks) else "unused-clock"
         message = f"{flat.entry}() reads the clock with {clocks[0].name}()"

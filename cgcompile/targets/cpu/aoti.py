@@ -244,11 +244,18 @@ def _small_weights(program: ExportedProgram) -> set[int]:
 
 
 def _libraries_take_numbers(program: ExportedProgram) -> bool:
-    """Whether an operation that is not pointwise reads a weight of no dimensions, which GraphLowering.get_attr makes a number."""
+    """Whether an operation that is not pointwise reads a weight of no dimensions, which GraphLowering.get_attr makes a number.  It
+    may read a copy of it, which Inductor removes: `x[mask] = 0.0` before a branch passes such a copy to the branches."""
     inputs = program.graph_signature.input_specs
     weights = {spec.arg.name for spec in inputs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)}
     numbers = [node for node in program.graph.nodes if node.name in weights and not node.meta["val"].dim()]
-    return any(torch.Tag.pointwise not in getattr(user.target, "tags", ()) for node in numbers for user in node.users)
+    readers = [user for node in numbers for user in node.users]
+    for reader in readers:  # the list grows while it is read
+        if torch.Tag.pointwise not in getattr(reader.target, "tags", ()):
+            return True
+        if reader.target is torch.ops.aten.clone.default:
+            readers += reader.users
+    return False
 
 
 def _build_error(error: BaseException) -> BuildError | None:

@@ -181,6 +181,49 @@ def halved(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+CALLS: list[int] = []
+TABLES: dict[int, torch.Tensor] = {}
+
+
+def printing(m: Any, x: torch.Tensor) -> torch.Tensor:
+    print(x.shape)
+    return x + 1
+
+
+def listing(m: Any, x: torch.Tensor) -> torch.Tensor:
+    CALLS.append(x.shape[0])
+    return x + 1
+
+
+def cached(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Adds to a global variable in the first call with a size only."""
+    if x.shape[1] not in TABLES:
+        print("a new table")
+        TABLES[x.shape[1]] = torch.arange(x.shape[1])
+    return x + TABLES[x.shape[1]]
+
+
+class Clamped(nn.Module):
+    """Writes to a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(-1, 1)
+        return x * self.scale
+
+
+class Numbered(nn.Module):
+    number = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).number += 1
+        return x + 1
+
+
 CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
     ("note mutated-buffer", "add_", write_buffer),
     ("refuse mutated-attribute", "", count),
@@ -227,6 +270,10 @@ CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
     ("note custom-operator", "plain", lambda m, x: plain(x)),
     ("note aliased-output", "view", lambda m, x: x.view(-1, 2, 2)),
     ("note aliased-output", "b_model_table", lambda m, x: (x + 1, m.table)),
+    ("refuse mutated-attribute", "clamp_", Clamped()),
+    ("note outside-effect", "", printing),
+    ("note outside-effect", "", listing),
+    ("note outside-effect", "", Numbered()),
     ("note training-mode", "", nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)).train()),
 ]  # fmt: skip
 """The finding, its node ("" for none), and the model."""
@@ -253,6 +300,7 @@ PASSED: list[tuple[str, Callable[..., Any] | nn.Module]] = [
     ("a scatter", lambda m, x: torch.zeros_like(x).scatter_add(1, x.long(), x)),
     ("an associative scan", lambda m, x: x.cumsum(0)),
     ("topk", lambda m, x: x.topk(2).values),
+    ("a global table that the first call makes", cached),
     ("batch normalization outside training", nn.BatchNorm1d(4).eval()),
 ]
 

@@ -81,7 +81,12 @@ def halves(m: Holding, x: torch.Tensor) -> torch.Tensor:
     return x.topk(max(1, int(x.shape[0] * 0.5)), dim=0).values
 
 
-@pytest.mark.parametrize("function", [branch, alone, order_statistic, loop, number, halves])
+def kernels_of_rows(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    """A convolution with other weights for every row: the rows are the groups."""
+    return nn.functional.conv1d(x[None], m.linear(x)[:, None, :3], groups=x.shape[0])[0]
+
+
+@pytest.mark.parametrize("function", [branch, alone, order_statistic, loop, number, halves, kernels_of_rows])
 def test_every_key_has_a_program_that_gives_what_the_model_gives(function: Callable[..., Any]) -> None:
     exported_model = exported(function)
     assert not exported_model.programs.dynamic and "batch" in exported_model.programs.reason

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 from cgcompile.export.export import export
 from cgcompile.export.higher_order import untraced
@@ -51,6 +53,19 @@ class OneStep(Potential):
         return x @ (weight - 0.1 * slope).T
 
 
+class Adapted(Potential):
+    """A copy of the network after one training step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        net = copy.deepcopy(self.net)
+        weights = {name: weight.detach().requires_grad_() for name, weight in net.named_parameters()}
+        with torch.enable_grad():
+            slopes = torch.autograd.grad(functional_call(net, weights, (x,)).pow(2).mean(), list(weights.values()))
+        adapted = {name: weight - 0.1 * slope for (name, weight), slope in zip(weights.items(), slopes, strict=True)}
+        output: torch.Tensor = functional_call(net, adapted, (x,))
+        return output
+
+
 class Backward(Potential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         with torch.enable_grad():
@@ -80,7 +95,21 @@ class Mapped(Potential):
         return torch.vmap(row)(x, x[:, 0])
 
 
-@pytest.mark.parametrize("kind", [Potential, Residual, OneStep, Mapped])
+class Functional(Potential):
+    """Derivatives by torch.func: by the inputs, with vmap, and by a weight of the model."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        weights = dict(self.net.named_parameters())
+
+        def energy(weights: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+            return functional_call(self.net, weights, (row,)).sum()
+
+        slopes = vmap(grad(energy, argnums=1), (None, 0))(weights, x)
+        bends = vmap(jacrev(grad(energy, argnums=1), argnums=1), (None, 0))(weights, x)
+        return slopes, bends, grad(lambda rows: self.net(rows).sum())(x), vjp(self.net, x)[1](x[:, :1])[0]
+
+
+@pytest.mark.parametrize("kind", [Potential, Residual, OneStep, Mapped, Functional, Adapted])
 def test_what_export_leaves_out_is_part_of_the_program(kind: type[nn.Module]) -> None:
     model = kind()
     programs = export(replace(load_source(model, rows), target_device=CPU), {"batch": (1, 8)}).programs

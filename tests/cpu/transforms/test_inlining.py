@@ -48,8 +48,14 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 torch.library.define("cgcompile_tests::elsewhere", "(Tensor x) -> Tensor")
-torch.library.impl("cgcompile_tests::elsewhere", "default", lambda x: x + 1)
+torch.library.impl("cgcompile_tests::elsewhere", "CUDA", lambda x: x + 1)
 torch.library.register_fake("cgcompile_tests::elsewhere", lambda x: torch.empty_like(x))
+torch.library.define("cgcompile_tests::halved", "(Tensor x) -> Tensor")
+torch.library.impl("cgcompile_tests::halved", "default", lambda x: doubled(x) / 4)
+torch.library.register_fake("cgcompile_tests::halved", lambda x: torch.empty_like(x))
+torch.library.define("cgcompile_tests::negated", "(Tensor x, *, float scale=1.0) -> Tensor")
+torch.library.impl("cgcompile_tests::negated", "cpu", lambda x, scale=1.0: -x * scale)
+torch.library.register_fake("cgcompile_tests::negated", lambda x, scale=1.0: torch.empty_like(x))
 
 
 class Calling(torch.nn.Module):
@@ -69,6 +75,8 @@ WHOLE = torch.tensor([[3, 1, 1, 2], [2, 2, 3, 0]])
     [
         (doubled, torch.randn(3, 4)),
         (doubled_and_one, torch.randn(3, 4)),
+        (torch.ops.cgcompile_tests.halved, torch.randn(3, 4)),
+        (lambda x: torch.ops.cgcompile_tests.negated(x, scale=3.0), torch.randn(3, 4)),
         (lambda x: torch.unique(x).sum(), WHOLE),
         (lambda x: torch.unique(x, return_inverse=True)[1], WHOLE),
         (lambda x: torch.unique(x, return_counts=True)[1].float().square().sum(), WHOLE),
@@ -82,6 +90,8 @@ WHOLE = torch.tensor([[3, 1, 1, 2], [2, 2, 3, 0]])
     ids=[
         "custom",
         "nested",
+        "of every device",
+        "of the processor",
         "unique",
         "inverse",
         "counts",
@@ -165,6 +175,7 @@ def test_a_model_of_a_script_cannot_bring_operators() -> None:
     source = load_source(Calling(doubled), lambda: (torch.randn(3),))
     assert __name__ in code_of(source, program).splitlines()
     assert __name__ in code_of(replace(source, code=""), program).splitlines(), "the operator is of a module that can be imported"
+    assert __name__ in code_of(replace(source, code=""), programs(torch.ops.cgcompile_tests.halved)).splitlines()
     assert code_of(source, programs(torch.relu)) == ""
     script: dict[str, Any] = {"__name__": "__main__"}
     exec(LATE.replace("late_package", "cgcompile_script"), script)

@@ -8,6 +8,6 @@
 
 from __future__ import annotations
 
-from . import audio, control, diffusion, experts, graphs, more, physics, science, scores, tables, text, vision
+from . import audio, control, diffusion, experts, graphs, later, more, physics, science, scores, tables, text, vision
 
-FIELDS = (audio, control, diffusion, experts, graphs, more, physics, science, scores, tables, text, vision)
+FIELDS = (audio, control, diffusion, experts, graphs, later, more, physics, science, scores, tables, text, vision)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from cgcompile.export.bounded import fixed_sizes
 from cgcompile.export.bounded.axes import depends
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
@@ -75,3 +76,25 @@ def test_no_size_of_such_a_program_depends_on_data() -> None:
 def test_our_look_at_an_object_is_no_read_of_the_model() -> None:
     rules = [obstacle.rule for obstacle in exported(Remembers().eval()).obstacles]
     assert "mutated-attribute" not in rules
+
+
+def test_a_size_is_read_from_a_tensor_that_comes_before() -> None:
+    """The trace may read the size of any input, also of one that the program computes later (a spline flow of nflows)."""
+
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu() + x.neg()
+
+    sizes = ({0: torch.export.Dim("batch", min=2, max=8)},)
+    root = torch.export.export(Two(), (torch.rand(4, 3),), dynamic_shapes=sizes).graph_module
+    x, relu, neg = list(root.graph.nodes)[:3]
+    size = neg.meta["val"].shape[0]
+    graph = torch.fx.Graph()
+    _, late = graph.placeholder("early"), graph.placeholder("late")
+    read = graph.call_function(torch.ops.aten.sym_size.int, (late, 0))
+    ones = graph.call_function(torch.ops.aten.ones.default, ([read],))
+    graph.output([ones])
+    read.meta["val"], ones.meta["val"] = size, neg.meta["val"]
+    copies = fixed_sizes._copied(root, torch.fx.GraphModule({}, graph), [x, neg], [relu], {read.name: relu, ones.name: relu})
+    root.graph.lint()
+    assert copies[0].args[0][0].args == (x, 0)

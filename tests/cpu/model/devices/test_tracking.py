@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,39 @@ def test_a_model_that_names_no_device_has_the_graph_it_has_without_the_mode(
         ]
     else:
         assert str(with_mode.programs.first.graph) == str(plain.programs.first.graph)
+
+
+class Copies(nn.Module):
+    """Copies a submodule, its input and a buffer, and changes the copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        net, state = copy.deepcopy((self.net, {"x": x, "again": x, "scale": self.scale}))
+        state["x"] += 1
+        state["scale"].mul_(2)
+        result: torch.Tensor = net(state["again"]) * state["scale"] + x + self.scale
+        return result
+
+
+class SharedCopies(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, flat_view = copy.deepcopy((x, x.view(-1)))
+        one += 1
+        return flat_view.view(-1, 4)  # type: ignore[no-any-return]
+
+
+def test_copies_of_traced_tensors_have_memory_of_their_own() -> None:
+    model, rows = Copies().eval(), lambda batch: torch.rand(batch, 4)
+    programs = export(load_source(model, rows), {"batch": (1, 8)}).programs
+    x = torch.rand(5, 4)
+    assert programs.dynamic
+    torch.testing.assert_close(programs.first.module()(x)[0], model(x))
+    with raises("export-differs", match=r"test_tracking.py:\d+: .* share memory: copy them with clone"):
+        export(load_source(SharedCopies(), rows), {"batch": (1, 8)})
 
 
 class Flattening(nn.Module):
