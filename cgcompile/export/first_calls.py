@@ -15,7 +15,13 @@ from ..errors import ModelError
 from ..model.flat_module import FlatModule, held_weights, unwatched
 from ..model.nondeterminism.generators import Generator, generators, states
 from ..model.nondeterminism.repeated_calls import (
-    Observed, Results, called_again, observed, outside_effects, outside_values, results,
+    Observed,
+    Results,
+    called_again,
+    observed,
+    outside_effects,
+    outside_values,
+    results,
 )  # fmt: skip
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import OTHER_SEED, Source, sample
