@@ -12,6 +12,7 @@ import torch
 from tests.cpu.capture.recorder import regions
 
 assert regions, "modules of the recorder can be imported from here on"
+from cgbundle.format.safetensors_files import Mapped  # noqa: E402
 from cgcompile.capture.worker import weights as module  # noqa: E402
 from cgcompile.targets.memory_layout import Table, lay_out  # noqa: E402
 from cgcompile.targets.weights import contents, shapes_of, write_tables, write_weights  # noqa: E402
@@ -54,7 +55,7 @@ def test_every_tensor_comes_from_the_file_to_its_place(tmp_path: Path, monkeypat
 def test_state_of_zeros_takes_no_bytes(tmp_path: Path) -> None:
     rows, _ = stored(tmp_path / "weights.safetensors")
     assert [row.name for row in rows if row.zeros] == ["model.zeros"], "-0.0 has a bit"
-    mapped = module.safetensors.Mapped(str(tmp_path / "weights.safetensors"), "weights")
+    mapped = Mapped(str(tmp_path / "weights.safetensors"), "weights")
     assert "zeros" not in mapped.entries and "minus" in mapped.entries
 
 
@@ -84,5 +85,5 @@ def test_tables_have_a_file_of_their_own(tmp_path: Path) -> None:
     assert [(row.name, row.memory, row.offset, row.shape) for row in rows] == [
         ("cgcompile.table.0", "weights", 512, (5,)), ("cgcompile.table.1", "weights", 1024, (256,)),
     ]  # fmt: skip
-    mapped = module.safetensors.Mapped(str(path), "tables")
+    mapped = Mapped(str(path), "tables")
     assert bytes(mapped.data("cgcompile.table.0")) == b"table" and mapped.entries.keys() == {row.tensor for row in rows}

@@ -325,7 +325,7 @@ def test_run(bundle: Path, folder: Path) -> None:
     report = json.loads(call("run", bundle, "--size", "batch=4", "--outputs", "out.safetensors", "--json").stdout)
     (output,) = report["outputs"]
     assert output["shape"] == [4, 3] and len(output["values"]) == 3
-    held = cgbundle.format.safetensors.Mapped("out.safetensors", "out")
+    held = safetensors_files.Mapped("out.safetensors", "out")
     assert held.entries[output["name"]].shape == (4, 3)
     held.close()
 
