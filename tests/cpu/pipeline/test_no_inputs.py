@@ -67,7 +67,7 @@ def counter(tmp_path_factory: pytest.TempPathFactory, events: list[Event]) -> Pa
 
 
 def test_progress_names_the_entry(counter: Path, events: list[Event]) -> None:
-    names = [f"{name}, {at} of 3" for at, name in enumerate(ENTRIES, 1)]
+    names = [f"entry {name} ({at} of 3)" for at, name in enumerate(ENTRIES, 1)]
     for stage in ("export", "lower"):
         texts = [event.text for event in events if event.stage == stage and event.state == "detail"]
         assert list(dict.fromkeys(text.partition(": ")[0] for text in texts)) == names, stage
