@@ -66,7 +66,7 @@ COPY = """
 import sys
 from cgbundle import self_test
 from cgbundle.format.archive import Archive
-from cgbundle.format.safetensors_writer import write
+from cgbundle.format.safetensors_files import write
 bundle = Archive(sys.argv[1])
 entry = bundle.manifest.entries[0]
 stored = bundle.mapped("exam.safetensors")
