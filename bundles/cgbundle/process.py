@@ -261,12 +261,12 @@ one lane, vLLM made 5 to 17 % fewer tokens/s until all graphs were built (tests/
 
 class Background:
     """Runs the steps of an iterator in another thread. A step yields the seconds until the next. An error ends them: a call that
-    needs the result will raise it again. `stop` and the end of the process wait for the thread."""
+    needs the result will raise it again. `stop` and the end of the process wait for the running step, but start no other."""
 
     def __init__(self, steps: Iterator[float]) -> None:
         import threading  # few programs have so many graphs
 
-        self._steps, self._stopped = steps, threading.Event()
+        self._steps, self._stopped, self._main = steps, threading.Event(), threading.main_thread()
         self._thread = threading.Thread(target=self._run, name="cgbundle-background")
         self._thread.start()
 
@@ -281,7 +281,7 @@ class Background:
             if self._stopped.wait(FIRST):
                 return
             for pause in self._steps:
-                if self._stopped.wait(pause):
+                if self._stopped.wait(pause) or not self._main.is_alive():
                     return
         except CgbundleError:
             return

@@ -59,12 +59,12 @@ def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
     """An attribute that forward() changes at every call and that is not a buffer: a list that grows, an object kept for the next
     call, a parameter.
 
-    What it looks for: attributes of modules that also change in a second call with the same inputs (model/tracing/attributes.py),
-    and parameters that get new values in the functional form of the program.
+    What it looks for: attributes of modules that also change in a second call with the same inputs (model/tracing/attributes.py).
+    Also parameters that get new values in the functional form of the program.
     Why CUDA cares: a replay runs kernels and no Python, so the attribute would keep its value from the export.
     Effect: no bundle can be built, because all its results would be those of the first call.  It is only a note if every call
-    assigns the attribute before it reads it.  It is also only a note if no result depends on the attribute, and the attribute is a
-    number, tensors in a list or a dict, or a buffer that calls create again at every size.  The build turns a number, or a tensor
+    assigns the attribute before it reads it.  It is also only a note if no result depends on the attribute.  This holds for
+    numbers, tensors in a list or a dict, and buffers that calls create again at every size.  The build turns a number, or a tensor
     that keeps its shape and dtype, into a buffer.
     Fix: use a buffer, `self.register_buffer(name, torch.zeros(()))`, and write to it: it becomes state, which lasts from call to
     call.

@@ -144,6 +144,8 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
         """Builds a graph in each step, but none until QUIET seconds have passed without a replay."""
         seen = 0
         for graph in list(self._graphs.values()):
+            if graph._executor is not None:
+                continue
             yield PAUSE
             while seen != self._replays:
                 seen = self._replays

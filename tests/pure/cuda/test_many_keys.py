@@ -4,6 +4,8 @@ background thread or by the first call that needs them."""
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
 from tests.helpers.drivers.cuda_calls import call, opened
 from tests.helpers.drivers.fake_driver import FakeDriver
+from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
 
 BUILT = "cuGraphInstantiate"
@@ -180,3 +183,15 @@ def test_a_step_may_stop_it() -> None:
     ready.set()
     backgrounds[0]._thread.join(60)
     assert not backgrounds[0]._thread.is_alive()
+
+
+def test_a_process_that_ends_does_not_wait_for_the_remaining_steps() -> None:
+    """An engine that was busy until its end has graphs that nobody needs any more."""
+    program = (
+        "import itertools, time\n"
+        "from cgbundle.process import Background\n"
+        "Background(itertools.repeat(0.01))\n"
+        "time.sleep(0.1)\n"
+    )  # fmt: skip
+    environment = {"PYTHONPATH": str(ROOT / "bundles")}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=False).returncode == 0
